@@ -1,0 +1,46 @@
+# Two commands do everything on a machine with Python >= 3.10: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test test-all setup lint types format bench clean
+
+demo: setup  ## set up, then prove the promises on every family
+	$(BIN)/vit-memory verify --all-families
+
+test: lint types  ## set up, then lint, types, tests
+	$(BIN)/pytest -m "not slow"
+
+test-all: lint types  ## everything, the slow evidence included
+	$(BIN)/pytest
+
+setup: $(VENV)/.ready
+
+# timm and torchvision come without their dependencies: resolving those would replace torch with another build.
+$(VENV)/.ready: pyproject.toml constraints.txt scripts/dev/torchvision_beside_cpu_torch.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[transformers,dev]'
+	$(BIN)/pip install -q -c constraints.txt --no-deps timm torchvision
+	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+	  && cp scripts/dev/torchvision_beside_cpu_torch.py "$$site/" \
+	  && echo 'import torchvision_beside_cpu_torch' > "$$site/torchvision_beside_cpu_torch.pth"
+	touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+format: setup  ## put the code in form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup  ## the inference benchmark
+	$(BIN)/python -m benchmarks.inference --json out.json
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info

@@ -1,0 +1,72 @@
+"""One frozen vision transformer that learns any number of new image tasks, untouched.
+
+The public names, nothing else. They are imported on first use, so that `vit-memory --help` does not wait for torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vit_memory.backbone import Backbone, BackboneIdentity, load_backbone
+    from vit_memory.errors import (
+        BackboneError,
+        BackboneMismatch,
+        GraphError,
+        ImageError,
+        TaskError,
+        UnknownTask,
+        UnsupportedFamily,
+        VitMemoryError,
+    )
+    from vit_memory.explanation import Explanation
+    from vit_memory.families.roles import Original, Preprocessing
+    from vit_memory.graph import TaskGraph
+    from vit_memory.model import MemoryViT, Outputs
+    from vit_memory.task import Task, new_task
+    from vit_memory.trunk import Trunk
+
+__all__ = [
+    "Backbone",
+    "BackboneError",
+    "BackboneIdentity",
+    "BackboneMismatch",
+    "Explanation",
+    "GraphError",
+    "ImageError",
+    "MemoryViT",
+    "Original",
+    "Outputs",
+    "Preprocessing",
+    "Task",
+    "TaskError",
+    "TaskGraph",
+    "Trunk",
+    "UnknownTask",
+    "UnsupportedFamily",
+    "VitMemoryError",
+    "load_backbone",
+    "new_task",
+]
+
+_HOMES = {
+    "backbone": ("Backbone", "BackboneIdentity", "load_backbone"),
+    "explanation": ("Explanation",),
+    "families.roles": ("Original", "Preprocessing"),
+    "graph": ("TaskGraph",),
+    "model": ("MemoryViT", "Outputs"),
+    "task": ("Task", "new_task"),
+    "trunk": ("Trunk",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_HOME_OF.get(name, 'errors')}")
+    value = globals()[name] = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,28 @@
+"""The `vit-memory` command: one file per group, thin functions over the library."""
+
+import sys
+
+import typer
+
+from vit_memory.cli import verify
+
+app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+
+
+@app.callback()
+def about() -> None:
+    """One frozen vision transformer that learns any number of new image tasks, untouched."""
+
+
+app.command("verify")(verify.verify)
+
+
+def main() -> None:
+    """Run the command; an error of ours is its message and exit code 1, a traceback means a bug."""
+    from vit_memory.errors import VitMemoryError
+
+    try:
+        app()
+    except VitMemoryError as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(1) from None

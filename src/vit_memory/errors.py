@@ -1,0 +1,48 @@
+"""Everything this package raises on purpose, as one tree.
+
+VitMemoryError
+├── BackboneError            a backbone cannot be loaded
+│   ├── UnsupportedFamily    no family knows this model's layout
+│   └── BackboneMismatch     a task was trained on another backbone
+├── TaskError                a task cannot be built from these values
+├── GraphError               these tasks do not go together
+│   └── UnknownTask          a name that no attached task has
+└── ImageError               these images cannot be read by this backbone
+
+A message says where, what was found, what was expected and what to do. Commands print it and exit 1;
+any other exception that reaches a user is a bug of ours.
+"""
+
+
+class VitMemoryError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class BackboneError(VitMemoryError):
+    """A backbone cannot be loaded or used."""
+
+
+class UnsupportedFamily(BackboneError):  # noqa: N818 - reads as what it says
+    """No family knows this model's layout."""
+
+
+class BackboneMismatch(BackboneError):  # noqa: N818
+    """A task was trained on another backbone."""
+
+
+class TaskError(VitMemoryError):
+    """A task cannot be built from these values."""
+
+
+class GraphError(VitMemoryError):
+    """These tasks do not go together."""
+
+
+class UnknownTask(GraphError, KeyError):  # noqa: N818 - a KeyError too: graphs and outputs are mappings
+    """A name that no attached task has."""
+
+    __str__ = Exception.__str__  # KeyError's own would print the message in quotes
+
+
+class ImageError(VitMemoryError):
+    """These images cannot be read by this backbone."""

@@ -1,0 +1,1 @@
+"""Evidence: what is promised, measured."""

@@ -1,0 +1,137 @@
+"""transformers' DINOv3 ViT: registers, and rotary positions that turn patches only."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from vit_memory.families.roles import Preprocessing, Roles, Rotation
+from vit_memory.families.tiny import randomised
+from vit_memory.families.transformers_layout import (
+    AtLeastOnePatch,
+    BlockLayout,
+    NormThenHeads,
+    core_of,
+    fields_of,
+    find,
+    library_classes,
+    pair,
+    preprocessing_of,
+)
+
+_LAYOUT = BlockLayout(
+    norm1="norm1",
+    norm2="norm2",
+    attention="attention",
+    scale1="layer_scale1",
+    scale2="layer_scale2",
+    up="mlp.up_proj",
+    down="mlp.down_proj",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbedAndRotate:
+    """The library's own embeddings, and its rotation for the image's grid."""
+
+    embeddings: nn.Module
+    rope: nn.Module
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, Rotation]:
+        """Original tokens (B, N, D), and cosines and sines for the patches among them."""
+        return self.embeddings(images), self.rope(images)
+
+
+@dataclass(frozen=True, slots=True)
+class RotatePatches:
+    """The library's own rotation: the tokens before the patches stay as they are."""
+
+    module: str  # where the library defines it
+
+    def __call__(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Queries and keys (B, H, N, A/H), turned."""
+        turned: tuple[Tensor, Tensor] = sys.modules[self.module].apply_rotary_pos_emb(q, k, *rotation)
+        return turned
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FirstToken:
+    """The library calls the class token's output pooled."""
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """The class token's output (B, D)."""
+        return tokens[:, 0, :]
+
+
+@dataclass(frozen=True, slots=True)
+class DINOv3:
+    """The ViTs of DINOv3 (its ConvNeXts are none)."""
+
+    name: str = "dinov3-vit"
+    library: str = "transformers"
+
+    def accepts(self, model: nn.Module) -> bool:
+        """By class."""
+        return library_classes(model, "dinov3_vit")
+
+    def roles(self, model: nn.Module) -> Roles:
+        """Where the parts are."""
+        core = core_of(model)
+        config: Any = core.config
+        embeddings: Any = core.embeddings
+        norm = find(core, "norm")
+        patch_size = pair(config.patch_size)
+        return Roles(
+            width=config.hidden_size,
+            heads=config.num_attention_heads,
+            channels=config.num_channels,
+            patch_size=patch_size,
+            image_size=pair(config.image_size),
+            prefix=("class", *("register",) * config.num_register_tokens),
+            embed=EmbedAndRotate(embeddings, find(core, "rope_embeddings")),
+            pre_norm=nn.Identity(),
+            blocks=tuple(_LAYOUT.block(layer) for layer in find(core, "model.layer|layer")),
+            rotate=RotatePatches(type(core).__module__),
+            final_norm=norm,
+            finish=NormThenHeads(norm, FirstToken(), None),
+            check_size=AtLeastOnePatch(patch_size),
+            stem={
+                "patches": embeddings.patch_embeddings,
+                "class": embeddings.cls_token,
+                "extra": embeddings.register_tokens,
+            },
+            class_token=embeddings.cls_token,
+            class_position=None,
+        )
+
+    def preprocessing(self, model: nn.Module) -> Preprocessing | None:
+        """From the processor beside the weights."""
+        return preprocessing_of(model)
+
+    def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:
+        """The judge."""
+        return fields_of(model(pixel_values=images))
+
+    def tiny_models(self) -> Mapping[str, Callable[[], nn.Module]]:
+        """Small random models."""
+        from transformers import DINOv3ViTConfig, DINOv3ViTModel
+
+        sizes: dict[str, Any] = {
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+            "image_size": 32,
+            "patch_size": 8,
+            "num_register_tokens": 2,
+        }
+        gated = DINOv3ViTConfig(**sizes, use_gated_mlp=True)
+        return {
+            "dinov3-vit": lambda: randomised(DINOv3ViTModel(DINOv3ViTConfig(**sizes))),
+            "dinov3-vit:gated": lambda: randomised(DINOv3ViTModel(gated)),
+        }
+
+
+FAMILY = DINOv3()

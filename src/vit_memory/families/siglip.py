@@ -1,0 +1,119 @@
+"""transformers' SigLIP vision tower: no class token, so a task's token starts at zero, and the pooling head stays."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vit_memory.families.clip import TOWER_LAYOUT
+from vit_memory.families.roles import Original, Preprocessing, Roles
+from vit_memory.families.tiny import randomised
+from vit_memory.families.transformers_layout import (
+    AtLeastOnePatch,
+    Interpolating,
+    core_of,
+    find,
+    forward_at_any_size,
+    library_classes,
+    optional,
+    pair,
+    preprocessing_of,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolingEnding:
+    """Norm; attention pooling where the tower has it; a classifier on the mean of the patches."""
+
+    norm: nn.Module
+    pooling: nn.Module | None
+    classifier: nn.Module | None
+
+    def __call__(self, tokens: Tensor) -> Original:
+        """Last block's output (B, N, D) to what the library returns."""
+        tokens = self.norm(tokens)
+        mean = torch.mean(tokens, dim=1)
+        pooled = None if self.pooling is None else self.pooling(tokens)
+        return Original(
+            tokens=tokens,
+            feature=mean if pooled is None else pooled,
+            pooled=pooled,
+            logits=None if self.classifier is None else self.classifier(mean),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SigLIPVision:
+    """The vision half; a whole SigLIP is accepted and its text half ignored."""
+
+    name: str = "siglip-vision"
+    library: str = "transformers"
+    cores: tuple[str, ...] = ("vision_model", "vision_model.vision_model")
+
+    def accepts(self, model: nn.Module) -> bool:
+        """By class; a text tower is none."""
+        return library_classes(model, "siglip") and "Text" not in type(model).__name__
+
+    def roles(self, model: nn.Module) -> Roles:
+        """Where the parts are."""
+        core = core_of(model, *self.cores)
+        config: Any = core.config
+        embeddings: Any = core.embeddings
+        image_size, patch_size = pair(config.image_size), pair(config.patch_size)
+        norm, pooling = find(core, "post_layernorm"), optional(core, "head")
+        return Roles(
+            width=config.hidden_size,
+            heads=config.num_attention_heads,
+            channels=config.num_channels,
+            patch_size=patch_size,
+            image_size=image_size,
+            prefix=(),
+            embed=Interpolating(embeddings, image_size),
+            pre_norm=nn.Identity(),
+            blocks=tuple(TOWER_LAYOUT.block(layer) for layer in find(core, "encoder.layers")),
+            rotate=None,
+            final_norm=norm,
+            finish=PoolingEnding(norm, pooling, optional(model, "classifier")),
+            check_size=AtLeastOnePatch(patch_size),
+            # The pooling belongs to the fingerprint: a `head` task reads what it says.
+            stem={
+                "patches": embeddings.patch_embedding,
+                "positions": embeddings.position_embedding,
+                "pooling": pooling,
+            },
+            class_token=None,
+            class_position=None,
+        )
+
+    def preprocessing(self, model: nn.Module) -> Preprocessing | None:
+        """From the processor beside the weights."""
+        return preprocessing_of(model)
+
+    def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:
+        """The judge; of a whole SigLIP, its vision tower."""
+        whole = optional(model, "text_model") is not None
+        judged = core_of(model, *self.cores) if whole else model
+        return forward_at_any_size(judged, images, self.roles(model).image_size)
+
+    def tiny_models(self) -> Mapping[str, Callable[[], nn.Module]]:
+        """Small random models."""
+        from transformers import SiglipConfig, SiglipForImageClassification, SiglipVisionConfig, SiglipVisionModel
+
+        vision = SiglipVisionConfig(
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            intermediate_size=64,
+            image_size=32,
+            patch_size=8,
+        )
+        whole = SiglipConfig(vision_config=vision.to_dict(), num_labels=7)
+        return {
+            "siglip-vision": lambda: randomised(SiglipVisionModel(vision)),
+            "siglip-vision:classifier": lambda: randomised(SiglipForImageClassification(whole)),
+        }
+
+
+FAMILY = SigLIPVision()

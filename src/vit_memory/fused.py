@@ -1,0 +1,50 @@
+"""One pass for everything: original and class tokens joined for the matrix products, attention split.
+
+Tokens travel as rows: first all original tokens of the batch, then all class tokens, so that both are views of one
+matrix and no copy is needed to take them apart. Only what attention returns is copied together again.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from vit_memory.families.roles import Original, Roles
+from vit_memory.joining import JoinPlan
+from vit_memory.reading import Readers, attend_readers
+from vit_memory.trunk import attend_originals, call, finish_block, split_qkv
+
+
+@torch.no_grad()
+def run_fused(roles: Roles, plan: JoinPlan, readers: Readers, images: Tensor) -> tuple[Original, Tensor]:
+    """What the backbone says, and the final, normed outputs (B, T, D) of the class tokens."""
+    x, rotation = roles.embed(images)
+    B, N, D = x.shape
+    T = readers.tokens.shape[0]
+    run = _runner(plan, x, T)
+    rows = torch.cat([x.reshape(B * N, D), readers.tokens.expand(B, T, D).reshape(B * T, D)])
+    for block, memory in zip(roles.blocks, readers.memory, strict=True):
+        qkv = split_qkv(block, run(block.norm1, rows), run)
+        q, k, v = (part[: B * N].unflatten(0, (B, N)) for part in qkv)
+        q_read, k_read, v_read = (part[B * N :].unflatten(0, (B, T)) for part in qkv)
+        attended, keys, values = attend_originals(roles, block, q, k, v, rotation)
+        read = attend_readers(roles, block, (q_read, k_read, v_read), (keys, values), readers.seating.groups, memory)
+        rows = finish_block(block, rows, torch.cat([attended.flatten(0, 1), read.flatten(0, 1)]), run)
+    original = roles.finish(rows[: B * N].unflatten(0, (B, N)))
+    return original, call(roles.final_norm, rows[B * N :].unflatten(0, (B, T)))
+
+
+def _runner(plan: JoinPlan, x: Tensor, readers: int) -> Callable[[nn.Module, Tensor], Tensor]:
+    """How to apply a row-wise module to the rows: in one call where no bit of the originals changes, else in two."""
+    if torch.compiler.is_compiling():  # nothing can be proved while tracing: a compiled function has its own rounding
+        return call
+    B, N = x.shape[:2]
+    joined = plan.joined(x, N, readers)
+
+    def run(module: nn.Module, rows: Tensor) -> Tensor:
+        if module in joined:
+            return call(module, rows)
+        alone = call(module, rows[: B * N].unflatten(0, (B, N)))
+        return torch.cat([alone.flatten(0, 1), call(module, rows[B * N :])])
+
+    return run

@@ -1,0 +1,105 @@
+"""Which tasks go together: names, parents, and what follows from them. Values only, no tensors touched.
+
+No parents is concatenation: tasks side by side that cannot see one another. Parents are extension: a task reads its
+ancestors' class tokens and memory, never the other way. A graph never changes; `add` and `remove` give a new one.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from graphlib import CycleError, TopologicalSorter
+
+from vit_memory.errors import GraphError, UnknownTask
+from vit_memory.task import COMPOSABLE, Task
+
+_REASONS: Mapping[str, str] = {
+    "memory-unmasked": "its original tokens read its memory, so it changes the original output and every other task",
+    "full": "it has weights of its own in place of the backbone's",
+    "propagated": "its cells are updated in every block and read by the original tokens, which changes everybody",
+    "additive": "its cells are updated in every block and read by the original tokens, which changes everybody",
+}
+
+
+class TaskGraph(Mapping[str, Task]):
+    """Tasks by name, in the order they were added, with all their parents among them and no cycle."""
+
+    def __init__(self, tasks: Iterable[Task] = ()) -> None:
+        self._tasks: dict[str, Task] = {}
+        for task in tasks:
+            if task.name in self._tasks:
+                raise GraphError(f"two tasks are called {task.name!r}; remove or rename one.")
+            if task.regime not in COMPOSABLE:
+                raise GraphError(
+                    f"task {task.name!r} is of regime {task.regime!r} and cannot be put beside others: "
+                    f"{_REASONS[task.regime]}. Composable regimes: {', '.join(sorted(COMPOSABLE))}."
+                )
+            self._tasks[task.name] = task
+        for task in self._tasks.values():
+            absent = [parent for parent in task.parents if parent not in self._tasks]
+            if absent:
+                raise GraphError(f"task {task.name!r} extends {_quoted(absent)}, not attached: add them together.")
+        try:
+            self._order = tuple(TopologicalSorter({t.name: t.parents for t in self._tasks.values()}).static_order())
+        except CycleError as error:
+            cycle = " → ".join(error.args[1][::-1])
+            raise GraphError(f"tasks extend one another in a circle: {cycle}.") from None
+
+    def __getitem__(self, name: str) -> Task:
+        try:
+            return self._tasks[name]
+        except KeyError:
+            raise UnknownTask(self._unknown(name)) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tasks)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tasks
+
+    def add(self, *tasks: Task) -> "TaskGraph":
+        """This graph and `tasks`, which may extend one another in any order."""
+        return TaskGraph((*self._tasks.values(), *tasks))
+
+    def remove(self, *names: str) -> "TaskGraph":
+        """This graph without `names`; refused while a task that stays extends one of them."""
+        for name in names:
+            self[name]  # unknown names are refused before anything else
+        for task in self._tasks.values():
+            needed = [parent for parent in task.parents if parent in names]
+            if needed and task.name not in names:
+                raise GraphError(
+                    f"task {task.name!r} extends {_quoted(needed)}: remove {task.name!r} first, or all in one call."
+                )
+        return TaskGraph(task for task in self._tasks.values() if task.name not in names)
+
+    def ancestors(self, name: str) -> tuple[str, ...]:
+        """Every task that `name` builds on, directly or not, parents before children."""
+        found: set[str] = set()
+        waiting = list(self[name].parents)
+        while waiting:
+            parent = waiting.pop()
+            if parent not in found:
+                found.add(parent)
+                waiting.extend(self._tasks[parent].parents)
+        return tuple(other for other in self._order if other in found) if found else ()
+
+    def with_ancestors(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The tasks that must be read to answer for `names`, each once."""
+        wanted = dict.fromkeys(names)
+        for name in names:
+            wanted.update(dict.fromkeys(self.ancestors(name)))
+        return tuple(wanted)
+
+    def _unknown(self, name: object) -> str:
+        if not self._tasks:
+            return f"no task {name!r}: no task is attached."
+        close = get_close_matches(str(name), self._tasks, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        known = ", ".join(list(self._tasks)[:20]) + (f" and {len(self) - 20} more" if len(self) > 20 else "")
+        return f"no task {name!r}.{hint} Attached: {known}."
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)

@@ -1,0 +1,220 @@
+"""Class tokens against a trunk: the heart of the method, as pure tensor code.
+
+A class token reads the original tokens, itself, its own cells, and its ancestors' class tokens and cells. The scores
+of all of them share one softmax; there is no mask over tasks and no T × T term anywhere, so unrelated tasks are
+absent from each other's computation rather than multiplied by zero: a broken one cannot reach them.
+
+Shape letters: B batch, N original tokens, D width, H heads, A = H x head size, T readers, G readers of one group,
+K ancestors, P cells a reader may read (its own and its ancestors').
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vit_memory.families.roles import Block, Roles
+from vit_memory.trunk import Trunk, by_heads, call, finish_block, split_qkv
+
+# Ancestors' keys are gathered per reader. Beyond this many readers × ancestors a group is cut, so that a long chain
+# of extensions costs time in proportion to its pairs but never memory.
+_GATHERED_PAIRS = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Neighbouring readers that read about equally much, padded to the same lengths."""
+
+    start: int
+    stop: int
+    ancestors: Tensor  # (G, K) positions among the readers; padding points at 0
+    cells: Tensor  # (G, P) rows of the flat cell table; padding points at its last, zero row
+    readable: Tensor | None  # (G, K + P) bool, False at padding; None where nothing is padded
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seating:
+    """Who sits where: the readers in order, their groups, and where each task's cells are in the flat table."""
+
+    names: tuple[str, ...]
+    groups: tuple[Group, ...]
+    cell_rows: tuple[tuple[int, int], ...]  # per reader, start and stop
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """One group's cells in one block, as what they are: keys and values. They do not depend on any image."""
+
+    keys: Tensor  # (G, H, A/H, P)
+    values: Tensor  # (G, H, P, A/H)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Readers:
+    """T class tokens ready to read: where they start, and the memory of every block and group."""
+
+    seating: Seating
+    tokens: Tensor  # (T, D), as they enter the first block
+    memory: tuple[tuple[Memory, ...], ...]  # per block, per group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Looks:
+    """Attention weights of one group in one block, by what was looked at; over all four they sum to one."""
+
+    group: Group
+    originals: Tensor  # (B, H, G, N)
+    itself: Tensor  # (B, H, G, 1)
+    ancestors: Tensor  # (B, H, G, K)
+    cells: Tensor  # (B, H, G, P)
+
+
+Watch = Callable[[Looks], None]
+
+
+def seat(names: Sequence[str], ancestors: Sequence[Sequence[int]], cells: Sequence[int]) -> Seating:
+    """Order readers into groups of like length. `ancestors[i]` are positions in `names`, `cells[i]` counts its own.
+
+    Lengths are put together by powers of two and padded to the longest of the group, so that tasks of one size need
+    no padding at all, and a task with a long ancestry does not lengthen everybody else's.
+    """
+    total = [cells[i] + sum(cells[j] for j in ancestors[i]) for i in range(len(names))]
+    order = sorted(range(len(names)), key=lambda i: (len(ancestors[i]).bit_length(), total[i].bit_length()))
+    position = {i: p for p, i in enumerate(order)}
+    rows: list[tuple[int, int]] = []
+    for i in order:
+        first = rows[-1][1] if rows else 0
+        rows.append((first, first + cells[i]))
+    zero_row = rows[-1][1] if rows else 0
+
+    groups: list[Group] = []
+    start = 0
+    while start < len(order):
+        first = order[start]
+        alike = (len(ancestors[first]).bit_length(), total[first].bit_length())
+        most = max(1, _GATHERED_PAIRS // (1 << alike[0])) if alike[0] else len(order)
+        stop = start
+        while stop < len(order) and stop - start < most:
+            i = order[stop]
+            if (len(ancestors[i]).bit_length(), total[i].bit_length()) != alike:
+                break
+            stop += 1
+        members = order[start:stop]
+        above = [[position[j] for j in ancestors[i]] for i in members]
+        read = [
+            [row for p in (*up, position[i]) for row in range(*rows[p])] for i, up in zip(members, above, strict=True)
+        ]
+        groups.append(_group(start, stop, above, read, zero_row))
+        start = stop
+    return Seating(tuple(names[i] for i in order), tuple(groups), tuple(rows))
+
+
+def _group(start: int, stop: int, above: list[list[int]], read: list[list[int]], zero_row: int) -> Group:
+    K, P = max(map(len, above)), max(map(len, read))
+    padded = any(len(up) < K or len(rows) < P for up, rows in zip(above, read, strict=True))
+    readable = [
+        [True] * len(up) + [False] * (K - len(up)) + [True] * len(rows) + [False] * (P - len(rows))
+        for up, rows in zip(above, read, strict=True)
+    ]
+    return Group(
+        start=start,
+        stop=stop,
+        ancestors=torch.tensor([up + [0] * (K - len(up)) for up in above], dtype=torch.long),
+        cells=torch.tensor([rows + [zero_row] * (P - len(rows)) for rows in read], dtype=torch.long),
+        readable=torch.tensor(readable) if padded else None,
+    )
+
+
+def project_cells(roles: Roles, block: Block, cells: Tensor, *, raw: bool = False) -> tuple[Tensor, Tensor]:
+    """Keys and values (S, H, A/H) of cells (S, D): normed like every token of the block (unless raw), never rotated."""
+    _, k, v = split_qkv(block, cells if raw else block.norm1(cells))
+    k, v = (x.unflatten(-1, (roles.heads, -1)) for x in (k, v))
+    return block.norm_k(k), v
+
+
+def place_cells(seating: Seating, keys: Tensor, values: Tensor) -> tuple[Memory, ...]:
+    """The flat table (S, H, A/H) of one block, gathered per group in the layout that the products want."""
+    keys, values = (torch.cat([table, table.new_zeros(1, *table.shape[1:])]) for table in (keys, values))
+    return tuple(
+        Memory(
+            keys=keys[group.cells].permute(0, 2, 3, 1).contiguous(),
+            values=values[group.cells].transpose(1, 2).contiguous(),
+        )
+        for group in seating.groups
+    )
+
+
+def attend_readers(
+    roles: Roles,
+    block: Block,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    trunk: tuple[Tensor, Tensor],
+    groups: Sequence[Group],
+    memory: Sequence[Memory],
+    watch: Watch | None = None,
+) -> Tensor:
+    """What T class tokens read in one block: their q, k, v (B, T, A) against trunk keys and values (B, H, N, A/H).
+
+    Returns (B, T, A).
+    """
+    q, k, v = (by_heads(x, roles.heads) for x in qkv)  # (B, H, T, A/H)
+    q, k = block.norm_q(q) * block.scaling, block.norm_k(k)
+    trunk_keys, trunk_values = trunk
+    to_trunk = q @ trunk_keys.transpose(-1, -2)  # (B, H, T, N)
+    to_self = (q * k).sum(-1, keepdim=True)  # (B, H, T, 1)
+    N = trunk_keys.shape[-2]
+
+    from_trunk: list[Tensor] = []
+    from_rest: list[Tensor] = []
+    for group, cells in zip(groups, memory, strict=True):
+        here = slice(group.start, group.stop)
+        K, P = group.ancestors.shape[1], group.cells.shape[1]
+        own_q = q[:, :, here]
+        scores = [to_trunk[:, :, here], to_self[:, :, here]]
+        if K:
+            above_k, above_v = _gather(group, k), _gather(group, v)  # (B, H, G, K, A/H)
+            scores.append((own_q.unsqueeze(-2) @ above_k.transpose(-1, -2)).squeeze(-2))
+        if P:
+            scores.append((own_q.permute(2, 1, 0, 3) @ cells.keys).permute(2, 1, 0, 3))  # (B, H, G, P)
+        joint = torch.cat(scores, dim=-1)
+        if group.readable is not None:
+            joint[..., N + 1 :].masked_fill_(~group.readable, float("-inf"))
+        weights = joint.softmax(dim=-1)
+        w_trunk, w_self, w_above, w_cells = weights.split((N, 1, K, P), dim=-1)
+        read = w_self * v[:, :, here]
+        if K:
+            read = read + (w_above.unsqueeze(-2) @ above_v).squeeze(-2)
+        if P:
+            read = read + (w_cells.permute(2, 1, 0, 3) @ cells.values).permute(2, 1, 0, 3)
+        from_trunk.append(w_trunk)
+        from_rest.append(read)
+        if watch is not None:
+            watch(Looks(group, w_trunk, w_self, w_above, w_cells))
+    w_trunk = from_trunk[0] if len(from_trunk) == 1 else torch.cat(from_trunk, dim=2)
+    rest = from_rest[0] if len(from_rest) == 1 else torch.cat(from_rest, dim=2)
+    return (w_trunk @ trunk_values + rest).transpose(1, 2).flatten(2)
+
+
+def _gather(group: Group, x: Tensor) -> Tensor:
+    """Ancestors' rows of x (B, H, T, A/H) per reader: (B, H, G, K, A/H), zero at padding.
+
+    Padding must not hold a real row: weight zero times a broken task's NaN is NaN.
+    """
+    rows = x[:, :, group.ancestors]
+    if group.readable is None:
+        return rows
+    padding = ~group.readable[:, : group.ancestors.shape[1], None]
+    return rows.masked_fill(padding, 0.0)
+
+
+def read(roles: Roles, readers: Readers, trunk: Trunk, watch: Watch | None = None) -> Tensor:
+    """Run T class tokens through all blocks against a given trunk; returns their final, normed outputs (B, T, D).
+
+    Carries a graph to whatever the readers were made from, and none to the trunk: this is what training runs on.
+    """
+    x = readers.tokens.expand(trunk.keys[0].shape[0], -1, -1)
+    for block, k, v, memory in zip(roles.blocks, trunk.keys, trunk.values, readers.memory, strict=True):
+        qkv = split_qkv(block, call(block.norm1, x))
+        x = finish_block(block, x, attend_readers(roles, block, qkv, (k, v), readers.seating.groups, memory, watch))
+    return call(roles.final_norm, x)

@@ -1,0 +1,120 @@
+"""The rule as one dense mask over one token sequence: slow, obvious, trusted. The passes are judged by it.
+
+The sequence is [original tokens | class tokens | memory cells]; who reads whom (Table 1 of the paper):
+
+                   originals   class token k          cells of k
+    original          yes          -                      -
+    class token t     yes      t and its ancestors    t and its ancestors
+    cell               -           -                      -
+
+Unmasked memory, and the two variants in which cells are tokens that are handed on, let everybody read everybody.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vit_memory.backbone import Backbone
+from vit_memory.errors import TaskError
+from vit_memory.families.roles import Block, Roles, Rotation
+from vit_memory.graph import TaskGraph
+from vit_memory.model import Outputs
+from vit_memory.task import COMPOSABLE, Regime, Task
+from vit_memory.trunk import by_heads, finish_block, split_qkv
+
+
+def rule(originals: int, tasks: Sequence[Task], graph: TaskGraph) -> Tensor:
+    """The table above as bool (S, S) over originals, class tokens, cells: True where the row reads the column."""
+    T, cells = len(tasks), sum(task.cells for task in tasks)
+    size = originals + T + cells
+    first_cell = {}
+    column = originals + T
+    for task in tasks:
+        first_cell[task.name] = column
+        column += task.cells
+
+    reads = torch.zeros(size, size, dtype=torch.bool)
+    reads[: originals + T, :originals] = True
+    for t, task in enumerate(tasks):
+        for name in (task.name, *graph.ancestors(task.name)):
+            if name not in first_cell:  # a `head` task among the ancestors has nothing to read
+                continue
+            k = [other.name for other in tasks].index(name)
+            reads[originals + t, originals + k] = True
+            reads[originals + t, first_cell[name] : first_cell[name] + tasks[k].cells] = True
+    # Cells read nothing. A row of a softmax needs something to read, so each gets itself; what it reads is dropped.
+    reads[originals + T :, originals + T :] = torch.eye(cells, dtype=torch.bool)
+    return reads
+
+
+@torch.no_grad()
+def dense_forward(backbone: Backbone, tasks: Sequence[Task], images: Tensor) -> Outputs:
+    """All tasks at once in one sequence, by the regime they share: composable ones masked, the others unmasked.
+
+    Several unmasked tasks together are the naive concatenation that the mask exists to avoid.
+    """
+    roles = backbone.roles
+    images = backbone.check_images(images)
+    readers = [task for task in tasks if task.class_token is not None]
+    regime = _common_regime(tasks)
+    x, rotation = roles.embed(images)
+    B, N, _ = x.shape
+    T = len(readers)
+    if regime in COMPOSABLE:
+        reads = rule(N, readers, TaskGraph(tasks))
+    else:
+        size = N + T + sum(task.cells for task in readers)
+        reads = torch.ones(size, size, dtype=torch.bool)
+
+    def row(token: Tensor) -> Tensor:
+        return token.to(x).expand(B, -1, -1)
+
+    tokens = [row(roles.pre_norm(task.class_token.to(x))[None]) for task in readers if task.class_token is not None]
+    x = torch.cat([x, *tokens, *(row(task.memory[0]) for task in readers)], dim=1)
+    raw = torch.tensor([task.raw_memory for task in readers for _ in range(task.cells)], dtype=torch.bool)
+    skips_norm = torch.cat([torch.zeros(N + T, dtype=torch.bool), raw]).to(x.device)
+    for i, block in enumerate(roles.blocks):
+        fresh = torch.cat([task.memory[i].to(x) for task in readers]) if readers else x.new_zeros(0, roles.width)
+        carried = x[:, N + T :]
+        if regime == "propagated":
+            cells = carried
+        elif regime == "additive":
+            cells = carried + fresh if i else carried
+        else:
+            cells = fresh.expand(B, -1, -1)
+        x = _dense_block(
+            roles, block, torch.cat([x[:, : N + T], cells], dim=1), reads.to(x.device), rotation, skips_norm, N
+        )
+    original = roles.finish(x[:, :N])
+    features = roles.final_norm(x[:, N : N + T])
+    answers = {}
+    for task in tasks:
+        feature = original.feature if task.class_token is None else features[:, readers.index(task)]
+        answers[task.name] = F.linear(feature, task.head_weight.to(feature), task.head_bias.to(feature))
+    return Outputs(original, answers)
+
+
+def _dense_block(
+    roles: Roles, block: Block, x: Tensor, reads: Tensor, rotation: Rotation | None, skips_norm: Tensor, N: int
+) -> Tensor:
+    normed = torch.where(skips_norm[:, None], x, block.norm1(x))
+    q, k, v = (by_heads(part, roles.heads) for part in split_qkv(block, normed))
+    q, k = block.norm_q(q), block.norm_k(k)
+    if roles.rotate is not None and rotation is not None:
+        q_turned, k_turned = roles.rotate(q[:, :, :N], k[:, :, :N], rotation)
+        q, k = torch.cat([q_turned, q[:, :, N:]], dim=2), torch.cat([k_turned, k[:, :, N:]], dim=2)
+    scores = (q @ k.transpose(-1, -2)) * block.scaling
+    attended = scores.masked_fill(~reads, float("-inf")).softmax(-1) @ v
+    return finish_block(block, x, attended.transpose(1, 2).flatten(2))
+
+
+def _common_regime(tasks: Sequence[Task]) -> Regime:
+    regimes: set[Regime] = {"memory" if task.regime in COMPOSABLE else task.regime for task in tasks} or {"memory"}
+    if len(regimes) > 1 or "full" in regimes:
+        raise TaskError(
+            f"one sequence follows one rule: regimes {', '.join(sorted(regimes))} cannot be computed together, "
+            f"and 'full' has a backbone of its own."
+        )
+    return regimes.pop()

@@ -1,0 +1,149 @@
+"""What a task is: a small frozen value that cannot be built wrong."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from vit_memory.backbone import Backbone, BackboneIdentity
+from vit_memory.errors import TaskError
+
+Kind = Literal["single-label", "multi-label", "regression"]
+Regime = Literal["head", "class", "memory", "memory-unmasked", "full", "propagated", "additive"]
+Start = Literal["original", "normal"]
+
+COMPOSABLE: frozenset[Regime] = frozenset({"head", "class", "memory"})
+MEMORY_STD = 0.02  # the paper's, for memory cells drawn before the norm
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # eq=False: comparing tensors gives no single bool
+class Task:
+    """One task: what it answers, what it learned, and the backbone it learned it on.
+
+    `class_token` is the vector that enters where the original class token enters, position included. Memory cells are
+    keys and values only; they pass the block's first norm like every token of the block, unless `raw_memory` (files of
+    the 2023 reproduction, which put them in after it). `parents` are names of the tasks this one extends.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    head_weight: Tensor  # (C, D)
+    head_bias: Tensor  # (C,)
+    class_token: Tensor | None  # (D,); None for regimes without one of their own
+    memory: Tensor  # (L, M, D); M = 0 means class token and head alone
+    backbone: BackboneIdentity
+    regime: Regime = "memory"
+    kind: Kind = "single-label"
+    parents: tuple[str, ...] = ()
+    raw_memory: bool = False
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        where, width, depth = f"task {self.name!r}", self.backbone.width, self.backbone.depth
+        if not self.labels:
+            raise TaskError(f"{where}: the label list is empty; a task answers at least one label.")
+        if len(set(self.labels)) != len(self.labels):
+            twice = sorted({label for label in self.labels if self.labels.count(label) > 1})
+            raise TaskError(f"{where}: labels given twice: {', '.join(twice)}.")
+        check_choice(where, "regime", self.regime, get_args(Regime))
+        check_choice(where, "kind", self.kind, get_args(Kind))
+        self._check_shape("head_weight", self.head_weight, (len(self.labels), width))
+        self._check_shape("head_bias", self.head_bias, (len(self.labels),))
+        self._check_shape("memory", self.memory, (depth, self.cells, width))
+        if self.regime in ("head", "full") and (self.class_token is not None or self.cells):
+            raise TaskError(f"{where}: regime {self.regime!r} has no class token or memory cells of its own.")
+        if self.regime not in ("head", "full"):
+            if self.class_token is None:
+                raise TaskError(f"{where}: regime {self.regime!r} needs a class token.")
+            self._check_shape("class_token", self.class_token, (width,))
+        if self.regime == "class" and self.cells:
+            raise TaskError(f"{where}: regime 'class' has no memory cells, {self.cells} given; regime 'memory' has.")
+        if self.name in self.parents:
+            raise TaskError(f"{where} extends itself.")
+        if len(set(self.parents)) != len(self.parents):
+            raise TaskError(f"{where}: a parent is given twice: {', '.join(self.parents)}.")
+
+    def _check_shape(self, part: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+        if tuple(tensor.shape) != expected or not tensor.is_floating_point():
+            raise TaskError(
+                f"task {self.name!r}: {part} is {tuple(tensor.shape)} {tensor.dtype}, expected {expected} of a "
+                f"floating type: {len(self.labels)} labels on {self.backbone.name} "
+                f"(width {self.backbone.width}, {self.backbone.depth} blocks)."
+            )
+
+    @property
+    def cells(self) -> int:
+        """M, the memory cells per block."""
+        return self.memory.shape[1] if self.memory.dim() == 3 else 0
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers were learned."""
+        token = 0 if self.class_token is None else self.class_token.numel()
+        return token + self.memory.numel() + self.head_weight.numel() + self.head_bias.numel()
+
+
+def new_task(
+    backbone: Backbone,
+    name: str,
+    labels: Sequence[str],
+    *,
+    cells: int | None = None,
+    regime: Regime = "memory",
+    kind: Kind = "single-label",
+    parents: Sequence[str] = (),
+    start: Start = "original",
+    memory_std: float = MEMORY_STD,
+    generator: torch.Generator | None = None,
+) -> Task:
+    """A task before training: class token as the original one, cells from N(0, `memory_std`), head at zero.
+
+    `cells` defaults to 5 in the regimes that have memory, and to none in the others. Tensors are float32 on the CPU,
+    whatever the backbone computes in.
+
+    >>> task = new_task(backbone, "pets", ["cat", "dog"], cells=5)
+    >>> tuple(task.memory.shape) == (backbone.depth, 5, backbone.width)
+    True
+    """
+    where = f"task {name!r}"
+    has_token, has_memory = regime not in ("head", "full"), regime not in ("head", "full", "class")
+    cells = (5 if has_memory else 0) if cells is None else cells
+    if cells < 0:
+        raise TaskError(f"{where}: memory size {cells}; it is the number of cells per block, 0 or more.")
+    if cells and not has_memory:
+        raise TaskError(f"{where}: regime {regime!r} has no memory cells, {cells} asked for.")
+    check_choice(where, "start", start, get_args(Start))
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) * memory_std
+
+    token = backbone.first_class_token().to("cpu", torch.float32) if start == "original" else drawn(backbone.width)
+    return Task(
+        name=name,
+        labels=tuple(labels),
+        head_weight=torch.zeros(len(labels), backbone.width),
+        head_bias=torch.zeros(len(labels)),
+        class_token=token if has_token else None,
+        memory=drawn(backbone.depth, cells, backbone.width),
+        backbone=backbone.identity,
+        regime=regime,
+        kind=kind,
+        parents=tuple(parents),
+    )
+
+
+def check_name(name: str) -> None:
+    """Task names end up in files, addresses and tables: letters, digits, and . _ - inside."""
+    allowed = all(character.isalnum() or character in "._-" for character in name)
+    if not name or not allowed or not name[0].isalnum() or len(name) > 100:
+        raise TaskError(
+            f"task name {name!r}: use 1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or digit."
+        )
+
+
+def check_choice(where: str, what: str, value: str, choices: Sequence[str]) -> None:
+    """Refuse a word that is not one of the choices, naming them."""
+    if value not in choices:
+        raise TaskError(f"{where}: {what} {value!r} is none of {', '.join(choices)}.")

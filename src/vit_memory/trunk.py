@@ -1,0 +1,84 @@
+"""The original tokens' pass, block by block, and the trunk it leaves behind for readers.
+
+The same operations in the same order on the same shapes as the library, so the same bits (promise 1). No task is
+known here: whatever is attached, a trunk is the same.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vit_memory.families.roles import Block, Original, Roles, Rotation
+
+Run = Callable[[nn.Module, Tensor], Tensor]  # how a row-wise module is applied to tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trunk:
+    """What the original tokens of a batch offer to class tokens: keys and values of every block, and the ending."""
+
+    keys: tuple[Tensor, ...]  # per block (B, H, N, A/H), rotated and normed as the library does
+    values: tuple[Tensor, ...]  # per block (B, H, N, A/H)
+    original: Original
+
+
+def call(module: nn.Module, x: Tensor) -> Tensor:
+    """Apply a module, and nothing else."""
+    y: Tensor = module(x)
+    return y
+
+
+def split_qkv(block: Block, normed: Tensor, run: Run = call) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values (…, A) of normed tokens (…, D), not yet split into heads."""
+    if len(block.qkv) == 1:
+        q, k, v = run(block.qkv[0], normed).chunk(3, dim=-1)
+        return q, k, v
+    q, k, v = (run(projection, normed) for projection in block.qkv)
+    return q, k, v
+
+
+def by_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, n, A) to (B, H, n, A/H), without a copy."""
+    split: Tensor = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return split
+
+
+def attend_originals(
+    roles: Roles, block: Block, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Let original tokens (B, N, A) read each other; returns what they read (B, N, A), and keys and values by head."""
+    q, k, v = (by_heads(x, roles.heads) for x in (q, k, v))
+    q, k = block.norm_q(q), block.norm_k(k)
+    if roles.rotate is not None and rotation is not None:
+        q, k = roles.rotate(q, k, rotation)
+    return block.attend(q, k, v), k, v
+
+
+def finish_block(block: Block, x: Tensor, attended: Tensor, run: Run = call) -> Tensor:
+    """Everything of a block after attention: projection and MLP with their residuals. Row by row, for any rows."""
+    for module in block.project:
+        attended = run(module, attended)
+    x = x + block.scale1(attended)
+    hidden = run(block.norm2, x)
+    for module in block.mlp:
+        hidden = run(module, hidden)
+    out: Tensor = x + block.scale2(hidden)
+    return out
+
+
+@torch.no_grad()
+def run_trunk(roles: Roles, images: Tensor, *, keep: bool = True) -> Trunk:
+    """One pass of the original tokens alone over images (B, C, height, width); keys and values only if kept."""
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    x, rotation = roles.embed(images)
+    for block in roles.blocks:
+        q, k, v = split_qkv(block, block.norm1(x))
+        attended, k, v = attend_originals(roles, block, q, k, v, rotation)
+        if keep:
+            keys.append(k)
+            values.append(v)
+        x = finish_block(block, x, attended)
+    return Trunk(tuple(keys), tuple(values), roles.finish(x))
