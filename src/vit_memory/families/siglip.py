@@ -109,7 +109,8 @@ class SigLIPVision:
             image_size=32,
             patch_size=8,
         )
-        whole = SiglipConfig(vision_config=vision.to_dict(), num_labels=7)
+        text = {"bos_token_id": 0, "eos_token_id": 1}  # its defaults lie outside its vocabulary, and it says so
+        whole = SiglipConfig(vision_config=vision.to_dict(), text_config=text, num_labels=7)
         return {
             "siglip-vision": lambda: randomised(SiglipVisionModel(vision)),
             "siglip-vision:classifier": lambda: randomised(SiglipForImageClassification(whole)),

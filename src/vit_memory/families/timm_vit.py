@@ -129,6 +129,7 @@ class TimmViT:
         timm_model: Any = model
         patches = timm_model.patch_embed
         _require(patches.img_size is not None, model, "a patch embedding without an image size")
+        blocks = tuple(_block(model, block) for block in timm_model.blocks)
         distillation = getattr(timm_model, "dist_token", None)
         prefix = (
             *(("class",) if timm_model.cls_token is not None else ()),
@@ -147,7 +148,7 @@ class TimmViT:
             prefix=prefix,
             embed=TimmEmbed(model),
             pre_norm=timm_model.norm_pre,
-            blocks=tuple(_block(model, block) for block in timm_model.blocks),
+            blocks=blocks,
             rotate=None,
             # One of the two is Identity: with pooled heads the norm comes after the pooling.
             final_norm=timm_model.fc_norm if isinstance(timm_model.norm, nn.Identity) else timm_model.norm,

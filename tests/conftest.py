@@ -1,0 +1,12 @@
+"""Small tensors on two threads, as everywhere here; the builders are importable by name."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: no test asks a network
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+torch.set_num_threads(2)

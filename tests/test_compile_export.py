@@ -1,0 +1,63 @@
+"""torch.compile and torch.export take the model whole, for any batch, and agree with eager."""
+
+import pytest
+import torch
+
+from builders import ROUNDING, graph_shapes, images, tiny_backbone, variant_params, worst
+from vit_memory import MemoryViT, Outputs
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the compilers warn about themselves
+
+
+def assert_agree(outputs, eager):
+    assert isinstance(outputs, Outputs)
+    assert list(outputs) == list(eager)
+    assert worst(outputs.original.tokens, eager.original.tokens) <= ROUNDING
+    for name in eager:
+        assert worst(outputs[name], eager[name]) <= ROUNDING
+
+
+@pytest.mark.parametrize("variant", variant_params(quick=("vit", "dinov3-vit", "timm-vit:augreg")))
+def test_export_with_a_dynamic_batch_agrees_with_eager(variant):
+    backbone = tiny_backbone(variant)
+    model = MemoryViT(backbone, graph_shapes(backbone)["mixed"])
+    batch = {"images": {0: torch.export.Dim("batch", min=1, max=64)}}
+    exported = torch.export.export(model, (images(2),), dynamic_shapes=batch).module()
+    for size in (1, 5):
+        assert_agree(exported(images(size)), model(images(size)))
+
+
+def test_compile_as_one_graph_agrees_with_eager():
+    torch._dynamo.reset()
+    backbone = tiny_backbone()
+    model = MemoryViT(backbone, graph_shapes(backbone)["chain"])
+    assert_agree(torch.compile(model, fullgraph=True)(images()), model(images()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tasks", ["none", "diamond", "mixed"])
+def test_compile_takes_any_graph_and_any_batch(tasks):
+    torch._dynamo.reset()
+    backbone = tiny_backbone()
+    model = MemoryViT(backbone, graph_shapes(backbone)[tasks])
+    compiled = torch.compile(model, fullgraph=True)
+    for batch in (2, 5, 1):
+        assert_agree(compiled(images(batch)), model(images(batch)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", variant_params())
+def test_every_family_compiles_as_one_graph(variant):
+    torch._dynamo.reset()
+    backbone = tiny_backbone(variant)
+    model = MemoryViT(backbone, graph_shapes(backbone)["mixed"])
+    assert_agree(torch.compile(model, fullgraph=True, backend="aot_eager")(images(3)), model(images(3)))
+
+
+def test_a_trace_leaves_nothing_behind_in_the_model():
+    backbone = tiny_backbone()
+    model = MemoryViT(backbone, graph_shapes(backbone)["chain"])
+    torch.export.export(model, (images(2),))
+    assert not model._snapshot.selections
+    assert not model._snapshot.kept
+    assert torch.isfinite(model(images())["c"]).all()

@@ -1,0 +1,64 @@
+"""The package's face: public names, their documentation, and an import that does no work."""
+
+import doctest
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import vit_memory
+from builders import tiny_backbone
+
+PUBLIC = [
+    "Backbone",
+    "BackboneError",
+    "BackboneIdentity",
+    "BackboneMismatch",
+    "Explanation",
+    "GraphError",
+    "ImageError",
+    "MemoryViT",
+    "Original",
+    "Outputs",
+    "Preprocessing",
+    "Task",
+    "TaskError",
+    "TaskGraph",
+    "Trunk",
+    "UnknownTask",
+    "UnsupportedFamily",
+    "VitMemoryError",
+    "load_backbone",
+    "new_task",
+]
+
+
+def test_the_public_names_are_these():
+    assert sorted(vit_memory.__all__) == sorted(PUBLIC)
+    assert set(PUBLIC) <= set(dir(vit_memory))
+    assert all(getattr(vit_memory, name).__doc__ for name in PUBLIC)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        vit_memory.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_examples_in_docstrings_run(name):
+    names = {"backbone": tiny_backbone(), "torch": torch, **{public: getattr(vit_memory, public) for public in PUBLIC}}
+    runner = doctest.DocTestRunner()
+    for test in doctest.DocTestFinder(recurse=False).find(getattr(vit_memory, name), name, globs=names):
+        assert runner.run(test).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("imported", "absent"),
+    [
+        ("vit_memory, vit_memory.cli", ("torch", "transformers", "timm")),  # --help does not wait for torch
+        ("vit_memory.model, vit_memory.reference, vit_memory.families.vit", ("transformers", "timm")),
+    ],
+)
+def test_importing_brings_nothing_that_is_not_needed_yet(imported, absent):
+    code = f"import sys, {imported}; print([module for module in {absent} if module in sys.modules])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout == "[]\n"
+    assert not said.stderr
