@@ -1,0 +1,107 @@
+"""What tasks cost at inference: ratios to the library's own forward, beside the FLOP limit and the alternatives.
+
+    python -m benchmarks.inference --json out.json
+
+ViT-B/32 and ViT-B/16 of transformers with random weights (costs do not depend on their values), 224 px, float32,
+5 memory cells per block, 10 classes per task. Each row holds, as multiples of the plain forward of the same batch:
+
+    ratio        the fused pass with all tasks
+    flop_limit   (tokens + tasks) / tokens, what the linear layers alone cost
+    dense        the dense reference: everything concatenated under one mask
+    separate     one model per task: as many plain forwards as tasks (left out where one call would take over 30 s)
+
+`original_equal` says that the library's logits came out of the measured pass to the bit.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import ViTConfig, ViTForImageClassification
+
+from benchmarks.measure import compare, seconds, write
+from vit_memory import Backbone, MemoryViT, load_backbone, new_task
+from vit_memory.reference import dense_forward
+
+LONGEST_CALL_S = 30.0
+
+
+def measure(library: nn.Module, backbone: Backbone, batch: int, count: int, budget_s: float) -> dict[str, object]:
+    """One row: `count` tasks on a batch of `batch` images."""
+    images = torch.randn(batch, 3, 224, 224)
+    tasks = [new_task(backbone, f"task-{i}", [str(label) for label in range(10)], cells=5) for i in range(count)]
+    model = MemoryViT(backbone, tasks)
+    patch = backbone.roles.patch_size[0]
+    tokens = (224 // patch) ** 2 + 1
+    limit = (tokens + count) / tokens
+
+    def plain() -> Tensor:
+        logits: Tensor = library(pixel_values=images).logits
+        return logits
+
+    equal = torch.equal(model(images).original.logits, plain())
+    ours = compare(lambda: model(images), plain, budget_s=budget_s)
+    row: dict[str, object] = {
+        "case": f"vit-b{patch}-batch{batch}-tasks{count}",
+        "ratio": ours.median,
+        "spread": ours.spread,
+        "repeats": ours.repeats,
+        "flop_limit": limit,
+        "over_limit": ours.median / limit,
+        "original_equal": equal,
+    }
+    if count:
+        dense = compare(lambda: dense_forward(backbone, tasks, images), plain, budget_s=0, least=2)
+        row |= {"dense": dense.median, "dense_spread": dense.spread}
+    if 0 < count * seconds(plain) < LONGEST_CALL_S:
+        apart = compare(lambda: [plain() for _ in range(count)], plain, budget_s=0, least=1)
+        row |= {"separate": apart.median}
+    return row
+
+
+def rows(patches: list[int], batches: list[int], counts: list[int], budget_s: float) -> Iterator[dict[str, object]]:
+    """One row per model, batch and number of tasks."""
+    for patch in patches:
+        torch.manual_seed(0)
+        library = ViTForImageClassification(ViTConfig(patch_size=patch, num_labels=1000)).eval()
+        backbone = load_backbone(library)
+        for batch in batches:
+            for count in counts:
+                yield measure(library, backbone, batch, count, budget_s)
+
+
+def line(row: dict[str, object]) -> str:
+    """A row as people read it; a dash where nothing was measured."""
+    low, high = row["spread"]  # type: ignore[misc]
+    dense, separate = (f"{row[key]:.2f}" if key in row else "-" for key in ("dense", "separate"))
+    changed = "" if row["original_equal"] else "   ORIGINAL CHANGED"
+    return (
+        f"{row['case']:28} {row['ratio']:7.3f} {low:7.3f}-{high:.3f} {row['flop_limit']:8.3f} "
+        f"{row['over_limit']:6.3f} {dense:>7} {separate:>9}{changed}"
+    )
+
+
+def main() -> None:
+    """Run, print a table, write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the record")
+    parser.add_argument("--patches", type=int, nargs="+", default=[32, 16])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--tasks", type=int, nargs="+", default=[0, 1, 4, 16, 64])
+    parser.add_argument("--seconds", type=float, default=60.0, help="budget per row for the fused pass")
+    options = parser.parse_args()
+
+    done: list[dict[str, object]] = []
+    print(f"{'case':28} {'ratio':>7} {'quartiles':>15} {'limit':>7} {'over':>6} {'dense':>7} {'separate':>9}")
+    with torch.no_grad():
+        for row in rows(options.patches, options.batches, options.tasks, options.seconds):
+            done.append(row)
+            print(line(row), flush=True)
+            if options.json:
+                write(options.json, done, dtype="float32", cells=5, pixels=224)
+
+
+if __name__ == "__main__":
+    main()
