@@ -1,0 +1,44 @@
+"""The README is executed: its Python runs, its commands exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from vit_memory import backbone as backbone_module
+from vit_memory.families.tiny import randomised
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_python_example_runs(monkeypatch):
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, num_labels=9)
+    library = randomised(ViTForImageClassification(config))
+    monkeypatch.setattr(backbone_module, "_load", lambda source: library)  # stands in for the download
+    (example,) = blocks("python")
+    names = {}
+    exec(compile(example, "README.md", "exec"), names)
+    outputs = names["outputs"]
+    assert tuple(outputs["breeds"].shape) == (8, 3)
+    assert tuple(outputs.original.logits.shape) == (8, 9)
+    assert torch.isfinite(outputs["pets"]).all()
+
+
+def test_the_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    named = re.findall(r"^make (\S+)", README, flags=re.MULTILINE)
+    assert named == ["demo", "test"]
+    assert all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in named)
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
+def test_local_links_lead_somewhere(link):
+    assert (ROOT / link).exists()
