@@ -4,14 +4,14 @@ Tokens travel as rows: first all original tokens of the batch, then all class to
 matrix and no copy is needed to take them apart. Only what attention returns is copied together again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from vit_memory.families.roles import Original, Roles
+from vit_memory.families.roles import Block, Original, Roles, Rotation
 from vit_memory.joining import JoinPlan
-from vit_memory.reading import Readers, attend_readers
+from vit_memory.reading import Group, Memory, Readers, attend_readers
 from vit_memory.trunk import attend_originals, call, finish_block, split_qkv
 
 
@@ -25,13 +25,29 @@ def run_fused(roles: Roles, plan: JoinPlan, readers: Readers, images: Tensor) ->
     rows = torch.cat([x.reshape(B * N, D), readers.tokens.expand(B, T, D).reshape(B * T, D)])
     for block, memory in zip(roles.blocks, readers.memory, strict=True):
         qkv = split_qkv(block, run(block.norm1, rows), run)
-        q, k, v = (part[: B * N].unflatten(0, (B, N)) for part in qkv)
-        q_read, k_read, v_read = (part[B * N :].unflatten(0, (B, T)) for part in qkv)
-        attended, keys, values = attend_originals(roles, block, q, k, v, rotation)
-        read = attend_readers(roles, block, (q_read, k_read, v_read), (keys, values), readers.seating.groups, memory)
-        rows = finish_block(block, rows, torch.cat([attended.flatten(0, 1), read.flatten(0, 1)]), run)
+        attended = _attend(roles, block, qkv, (B, N, T), rotation, readers.seating.groups, memory)
+        del qkv  # the MLP is the widest moment of a block: nothing else should be held through it
+        rows = finish_block(block, rows, attended, run)
     original = roles.finish(rows[: B * N].unflatten(0, (B, N)))
     return original, call(roles.final_norm, rows[B * N :].unflatten(0, (B, T)))
+
+
+def _attend(
+    roles: Roles,
+    block: Block,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    sizes: tuple[int, int, int],
+    rotation: Rotation | None,
+    groups: Sequence[Group],
+    memory: Sequence[Memory],
+) -> Tensor:
+    """Original tokens read each other, class tokens read them and their own: rows (B·N + B·T, A) in and out."""
+    B, N, T = sizes
+    q, k, v = (part[: B * N].unflatten(0, (B, N)) for part in qkv)
+    q_read, k_read, v_read = (part[B * N :].unflatten(0, (B, T)) for part in qkv)
+    attended, keys, values = attend_originals(roles, block, q, k, v, rotation)
+    read = attend_readers(roles, block, (q_read, k_read, v_read), (keys, values), groups, memory)
+    return torch.cat([attended.flatten(0, 1), read.flatten(0, 1)])
 
 
 def _runner(plan: JoinPlan, x: Tensor, readers: int) -> Callable[[nn.Module, Tensor], Tensor]:

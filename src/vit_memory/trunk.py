@@ -75,10 +75,10 @@ def run_trunk(roles: Roles, images: Tensor, *, keep: bool = True) -> Trunk:
     values: list[Tensor] = []
     x, rotation = roles.embed(images)
     for block in roles.blocks:
-        q, k, v = split_qkv(block, block.norm1(x))
-        attended, k, v = attend_originals(roles, block, q, k, v, rotation)
+        attended, k, v = attend_originals(roles, block, *split_qkv(block, block.norm1(x)), rotation)
         if keep:
             keys.append(k)
             values.append(v)
+        del k, v  # the MLP is the widest moment of a block: nothing else should be held through it
         x = finish_block(block, x, attended)
     return Trunk(tuple(keys), tuple(values), roles.finish(x))
