@@ -11,18 +11,23 @@ if TYPE_CHECKING:
     from vit_memory.errors import (
         BackboneError,
         BackboneMismatch,
+        DamagedFile,
+        FileError,
         GraphError,
         ImageError,
+        NewerFormat,
         TaskError,
         UnknownTask,
+        UnsafeFile,
         UnsupportedFamily,
         VitMemoryError,
     )
     from vit_memory.explanation import Explanation
     from vit_memory.families.roles import Original, Preprocessing
+    from vit_memory.files.bundle import Bundle
     from vit_memory.graph import TaskGraph
     from vit_memory.model import MemoryViT, Outputs
-    from vit_memory.task import Task, new_task
+    from vit_memory.task import Task, TaskRecord, new_task
     from vit_memory.trunk import Trunk
 
 __all__ = [
@@ -30,18 +35,24 @@ __all__ = [
     "BackboneError",
     "BackboneIdentity",
     "BackboneMismatch",
+    "Bundle",
+    "DamagedFile",
     "Explanation",
+    "FileError",
     "GraphError",
     "ImageError",
     "MemoryViT",
+    "NewerFormat",
     "Original",
     "Outputs",
     "Preprocessing",
     "Task",
     "TaskError",
     "TaskGraph",
+    "TaskRecord",
     "Trunk",
     "UnknownTask",
+    "UnsafeFile",
     "UnsupportedFamily",
     "VitMemoryError",
     "load_backbone",
@@ -51,10 +62,11 @@ __all__ = [
 _HOMES = {
     "backbone": ("Backbone", "BackboneIdentity", "load_backbone"),
     "explanation": ("Explanation",),
+    "files.bundle": ("Bundle",),
     "families.roles": ("Original", "Preprocessing"),
     "graph": ("TaskGraph",),
     "model": ("MemoryViT", "Outputs"),
-    "task": ("Task", "new_task"),
+    "task": ("Task", "TaskRecord", "new_task"),
     "trunk": ("Trunk",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -7,7 +7,11 @@ VitMemoryError
 ├── TaskError                a task cannot be built from these values
 ├── GraphError               these tasks do not go together
 │   └── UnknownTask          a name that no attached task has
-└── ImageError               these images cannot be read by this backbone
+├── ImageError               these images cannot be read by this backbone
+└── FileError                a file or bundle cannot be read or written
+    ├── DamagedFile          it is not what it says it is
+    ├── NewerFormat          a later version wrote it
+    └── UnsafeFile           it could run code or reach outside its folder
 
 A message says where, what was found, what was expected and what to do. Commands print it and exit 1;
 any other exception that reaches a user is a bug of ours.
@@ -46,3 +50,19 @@ class UnknownTask(GraphError, KeyError):  # noqa: N818 - a KeyError too: graphs 
 
 class ImageError(VitMemoryError):
     """These images cannot be read by this backbone."""
+
+
+class FileError(VitMemoryError):
+    """A file or bundle cannot be read or written."""
+
+
+class DamagedFile(FileError):  # noqa: N818
+    """A file is not what it says it is."""
+
+
+class NewerFormat(FileError):  # noqa: N818
+    """A later version wrote this file."""
+
+
+class UnsafeFile(FileError):  # noqa: N818
+    """A file could run code or reach outside its folder."""

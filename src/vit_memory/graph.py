@@ -37,6 +37,14 @@ class TaskGraph(Mapping[str, Task]):
             absent = [parent for parent in task.parents if parent not in self._tasks]
             if absent:
                 raise GraphError(f"task {task.name!r} extends {_quoted(absent)}, not attached: add them together.")
+            for parent, digest in task.parent_digests.items():
+                found = self._tasks[parent]
+                if digest not in (found.digest, found.record.half_of):
+                    raise GraphError(
+                        f"task {task.name!r} was trained on a task {parent!r} with digest {digest[:12]}…, but the one "
+                        f"here has {found.digest[:12]}…: another task of that name, or trained again since. "
+                        f"Add the one it was trained on, or train {task.name!r} again."
+                    )
         try:
             self._order = tuple(TopologicalSorter({t.name: t.parents for t in self._tasks.values()}).static_order())
         except CycleError as error:

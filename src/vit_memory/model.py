@@ -221,7 +221,8 @@ def seat_tasks(graph: TaskGraph, names: Sequence[str], device: torch.device) -> 
 
 
 def _keep(task: Task, backbone: Backbone) -> _Kept:
-    place = partial(torch.Tensor.to, device=backbone.device, dtype=backbone.dtype)
+    # Always a copy: tensors of a file lie unaligned in it, and products of unaligned weights round differently.
+    place = partial(torch.Tensor.to, device=backbone.device, dtype=backbone.dtype, copy=True)
     roles: Roles = backbone.roles
     keys: tuple[Tensor, ...] = ()
     values: tuple[Tensor, ...] = ()

@@ -1,14 +1,20 @@
 """What a task is: a small frozen value that cannot be built wrong."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from vit_memory.backbone import Backbone, BackboneIdentity
 from vit_memory.errors import TaskError
+from vit_memory.families.roles import Preprocessing
 
 Kind = Literal["single-label", "multi-label", "regression"]
 Regime = Literal["head", "class", "memory", "memory-unmasked", "full", "propagated", "additive"]
@@ -18,13 +24,26 @@ COMPOSABLE: frozenset[Regime] = frozenset({"head", "class", "memory"})
 MEMORY_STD = 0.02  # the paper's, for memory cells drawn before the norm
 
 
+@dataclass(frozen=True, slots=True)
+class TaskRecord:
+    """Where a task comes from, for people and for later runs. No answer depends on it."""
+
+    created: str = ""  # ISO 8601, UTC
+    library_version: str = ""
+    preprocessing: Preprocessing | None = None  # what its images went through
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # JSON values
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # JSON values
+    half_of: str | None = None  # where the file keeps float16: the digest of the task in full
+
+
 @dataclass(frozen=True, slots=True, eq=False)  # eq=False: comparing tensors gives no single bool
 class Task:
     """One task: what it answers, what it learned, and the backbone it learned it on.
 
     `class_token` is the vector that enters where the original class token enters, position included. Memory cells are
     keys and values only; they pass the block's first norm like every token of the block, unless `raw_memory` (files of
-    the 2023 reproduction, which put them in after it). `parents` are names of the tasks this one extends.
+    the 2023 reproduction, which put them in after it). `parents` are names of the tasks this one extends, and
+    `parent_digests` what their content was when it learned to read them.
     """
 
     name: str
@@ -38,6 +57,8 @@ class Task:
     kind: Kind = "single-label"
     parents: tuple[str, ...] = ()
     raw_memory: bool = False
+    parent_digests: Mapping[str, str] = field(default_factory=dict)  # of the parents that are pinned
+    record: TaskRecord = field(default_factory=TaskRecord)
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -64,6 +85,11 @@ class Task:
             raise TaskError(f"{where} extends itself.")
         if len(set(self.parents)) != len(self.parents):
             raise TaskError(f"{where}: a parent is given twice: {', '.join(self.parents)}.")
+        for parent in self.parents:
+            check_name(parent)
+        strangers = sorted(set(self.parent_digests) - set(self.parents))
+        if strangers:
+            raise TaskError(f"{where}: digests of tasks it does not extend: {', '.join(strangers)}.")
 
     def _check_shape(self, part: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
         if tuple(tensor.shape) != expected or not tensor.is_floating_point():
@@ -84,6 +110,38 @@ class Task:
         token = 0 if self.class_token is None else self.class_token.numel()
         return token + self.memory.numel() + self.head_weight.numel() + self.head_bias.numel()
 
+    @property
+    def digest(self) -> str:
+        """A hash of all that decides its answers: labels, head, token, memory, parents, backbone. Not of its name."""
+        told = {
+            "labels": self.labels,
+            "kind": self.kind,
+            "regime": self.regime,
+            "raw_memory": self.raw_memory,
+            "parents": [self.parent_digests.get(name, name) for name in self.parents],
+            "backbone": self.backbone.fingerprint,
+        }
+        digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+        for tensor in (self.class_token, self.memory, self.head_weight, self.head_bias):
+            if tensor is not None:
+                values = tensor.detach().to("cpu", torch.float32).contiguous()
+                digest.update(f"{tuple(values.shape)}".encode())
+                digest.update(values.numpy().tobytes())
+        return digest.hexdigest()
+
+    def save(self, path: Path | str, *, half: bool = False) -> None:
+        """Write a task file, whole or not at all; the same task gives the same bytes. `half` keeps float16."""
+        from vit_memory.files.taskfile import write_task  # noqa: PLC0415 - files stand on tasks, not tasks on files
+
+        write_task(self, path, half=half)
+
+    @staticmethod
+    def load(path: Path | str) -> "Task":
+        """Read a task file; runs no code, and says what is wrong with a file that is none."""
+        from vit_memory.files.taskfile import read_task  # noqa: PLC0415
+
+        return read_task(path)
+
 
 def new_task(
     backbone: Backbone,
@@ -93,14 +151,15 @@ def new_task(
     cells: int | None = None,
     regime: Regime = "memory",
     kind: Kind = "single-label",
-    parents: Sequence[str] = (),
+    parents: Sequence["Task | str"] = (),
     start: Start = "original",
     memory_std: float = MEMORY_STD,
     generator: torch.Generator | None = None,
 ) -> Task:
     """A task before training: class token as the original one, cells from N(0, `memory_std`), head at zero.
 
-    `cells` defaults to 5 in the regimes that have memory, and to none in the others. Tensors are float32 on the CPU,
+    `cells` defaults to 5 in the regimes that have memory, and to none in the others. Parents given as tasks are pinned
+    to their content: the new task will not attach beside others of their names. Tensors are float32 on the CPU,
     whatever the backbone computes in.
 
     >>> task = new_task(backbone, "pets", ["cat", "dog"], cells=5)
@@ -130,7 +189,13 @@ def new_task(
         backbone=backbone.identity,
         regime=regime,
         kind=kind,
-        parents=tuple(parents),
+        parents=tuple(parent if isinstance(parent, str) else parent.name for parent in parents),
+        parent_digests={parent.name: parent.digest for parent in parents if isinstance(parent, Task)},
+        record=TaskRecord(
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            library_version=version("vit-memory"),
+            preprocessing=backbone.preprocessing,
+        ),
     )
 
 

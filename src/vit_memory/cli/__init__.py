@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from vit_memory.cli import verify
+from vit_memory.cli import files, verify
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -15,6 +15,11 @@ def about() -> None:
 
 
 app.command("verify")(verify.verify)
+app.command("inspect")(files.inspect)
+app.add_typer(files.bundle_app, name="bundle")
+app.command("import")(files.import_reproduction)
+app.command("push")(files.push)
+app.command("pull")(files.pull)
 
 
 def main() -> None:

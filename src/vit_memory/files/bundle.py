@@ -1,0 +1,204 @@
+"""A bundle: a folder with a backbone reference, task files and the graph between them.
+
+    my-bundle/
+      bundle.json              what is in it: format, backbone, and per task its file, checksum and parents
+      tasks/pets.safetensors   one file per task
+
+`bundle.json` is written last when something is added and first when something is removed, each time whole or not at
+all; so at any moment the folder holds a valid bundle, at worst with a task file that nobody mentions.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vit_memory.backbone import Backbone, BackboneIdentity, load_backbone
+from vit_memory.errors import BackboneMismatch, DamagedFile, FileError, GraphError, TaskError, UnsafeFile
+from vit_memory.files.atomic import write_atomic
+from vit_memory.files.container import parse_json
+from vit_memory.files.taskfile import check_format, read_task, write_task
+from vit_memory.graph import TaskGraph
+from vit_memory.model import MemoryViT
+from vit_memory.task import Task, check_name
+
+FORMAT, VERSION = "vit-memory-bundle", 1
+MANIFEST, TASKS = "bundle.json", "tasks"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One task of a bundle, as the manifest has it."""
+
+    name: str
+    file: str  # below tasks/
+    sha256: str  # of the file
+    parents: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """An opened bundle: the manifest's content. Changes go to the folder and give a new value."""
+
+    folder: Path
+    backbone: BackboneIdentity
+    entries: tuple[Entry, ...]
+
+    @staticmethod
+    def create(folder: Path | str, backbone: Backbone | BackboneIdentity, tasks: Iterable[Task] = ()) -> "Bundle":
+        """Begin a bundle in a new or empty folder."""
+        folder = Path(folder)
+        if (folder / MANIFEST).exists():
+            raise FileError(f"{folder}: holds a bundle already. vit-memory bundle add {folder} … adds to it.")
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise FileError(f"{folder}: is not an empty folder; give another name.")
+        identity = backbone.identity if isinstance(backbone, Backbone) else backbone
+        bundle = Bundle(folder, identity, ())
+        wanted = list(tasks)
+        bundle._checked(wanted)  # before anything is written
+        bundle._write()
+        return bundle.add(wanted) if wanted else bundle
+
+    @staticmethod
+    def open(folder: Path | str) -> "Bundle":
+        """Read the manifest of a bundle; task files are read when they are asked for."""
+        folder = Path(folder)
+        manifest = folder / MANIFEST
+        try:
+            told = parse_json(manifest.read_text(encoding="utf-8"))
+            check_format(manifest, told["format"], FORMAT, VERSION)
+            entries = tuple(_entry(manifest, entry) for entry in told["tasks"])
+            return Bundle(folder, BackboneIdentity(**told["backbone"]), entries)
+        except FileNotFoundError:
+            raise FileError(f"{folder}: no bundle here (no {MANIFEST}). vit-memory bundle create makes one.") from None
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedFile(f"{manifest}: cannot be read as a bundle: {error}.") from None
+
+    def tasks(self) -> list[Task]:
+        """Every task, each file checked against the manifest."""
+        return [self.task(entry.name) for entry in self.entries]
+
+    def task(self, name: str) -> Task:
+        """One task by name."""
+        entry = next((entry for entry in self.entries if entry.name == name), None)
+        if entry is None:
+            known = ", ".join(entry.name for entry in self.entries) or "none"
+            raise FileError(f"{self.folder}: no task {name!r} in this bundle. Tasks: {known}.")
+        path = self.folder / TASKS / entry.file
+        task = read_task(path)
+        if task.name != name or task.parents != entry.parents or _sha256(path) != entry.sha256:
+            raise DamagedFile(
+                f"{path}: is not the file that {MANIFEST} speaks of: replaced or changed since it was added."
+            )
+        return task
+
+    def add(self, tasks: Sequence[Task], *, half: bool = False) -> "Bundle":
+        """Put tasks trained apart side by side (concatenation), or on top of one another (extension); all or none."""
+        self._checked([*self.tasks(), *tasks])
+        added: list[Entry] = []
+        for task in tasks:
+            path = self.folder / TASKS / f"{task.name}.safetensors"
+            write_task(task, path, half=half)
+            added.append(Entry(task.name, path.name, _sha256(path), task.parents))
+        bundle = replace(self, entries=(*self.entries, *added))
+        bundle._write()
+        return bundle
+
+    def remove(self, names: Sequence[str]) -> "Bundle":
+        """Take tasks out; refused while another task extends one of them."""
+        for name in names:
+            if all(entry.name != name for entry in self.entries):
+                self.task(name)  # says which there are
+        for entry in self.entries:
+            needed = [parent for parent in entry.parents if parent in names]
+            if needed and entry.name not in names:
+                raise GraphError(
+                    f"{self.folder}: task {entry.name!r} extends {', '.join(needed)}: remove {entry.name!r} too."
+                )
+        bundle = replace(self, entries=tuple(entry for entry in self.entries if entry.name not in names))
+        bundle._write()
+        for entry in self.entries:
+            if entry.name in names:
+                (self.folder / TASKS / entry.file).unlink(missing_ok=True)
+        return bundle
+
+    def check(self) -> TaskGraph:
+        """Read everything and make sure that it goes together."""
+        return self._checked(self.tasks())
+
+    def model(self, backbone: Backbone | None = None) -> MemoryViT:
+        """The backbone with every task attached. Without one given, the backbone is loaded from where it was named."""
+        return MemoryViT(backbone or load_backbone(self.backbone.name), self.tasks())
+
+    def save_pretrained(self, folder: Path | str) -> None:
+        """Write the bundle to another folder."""
+        Bundle.create(folder, self.backbone, self.tasks())
+
+    @staticmethod
+    def from_pretrained(source: Path | str, **hub_options: Any) -> "Bundle":
+        """Open a bundle from a folder, or from the hub by `user/repo`."""
+        if Path(source).exists():
+            return Bundle.open(source)
+        from vit_memory.files.hub import pull  # noqa: PLC0415 - the hub's library is an extra
+
+        return pull(str(source), **hub_options)
+
+    def _checked(self, tasks: Sequence[Task]) -> TaskGraph:
+        for task in tasks:
+            if task.backbone.fingerprint != self.backbone.fingerprint:
+                raise BackboneMismatch(
+                    f"{self.folder}: task {task.name!r} was trained on {task.backbone.name} with fingerprint "
+                    f"{task.backbone.fingerprint[:12]}…, this bundle is for {self.backbone.name} with "
+                    f"{self.backbone.fingerprint[:12]}…. Start a bundle for {task.backbone.name}, or train the "
+                    f"task again on {self.backbone.name}."
+                )
+        return TaskGraph(tasks)
+
+    def _write(self) -> None:
+        told = {
+            "format": f"{FORMAT}/{VERSION}",
+            "backbone": asdict(self.backbone),
+            "tasks": [asdict(entry) for entry in self.entries],
+        }
+        write_atomic(self.folder / MANIFEST, [json.dumps(told, indent=2, ensure_ascii=False).encode(), b"\n"])
+
+
+def add_files(bundle: Bundle, paths: Sequence[Path], *, half: bool = False) -> Bundle:
+    """Add task files. Parents that are missing are taken from the files beside them, or named."""
+    tasks = {path: read_task(path) for path in paths}
+    found = {task.name: task for task in tasks.values()}
+    have = {entry.name for entry in bundle.entries}
+    waiting = list(tasks.items())
+    while waiting:
+        path, task = waiting.pop()
+        for parent in task.parents:
+            if parent in have or parent in found:
+                continue
+            beside = path.with_name(f"{parent}.safetensors")
+            if not beside.exists():
+                raise GraphError(
+                    f"{path}: task {task.name!r} extends {parent!r}, which is neither in {bundle.folder} nor beside it "
+                    f"as {beside.name}. Add both: vit-memory bundle add {bundle.folder} {beside.name} {path.name}"
+                )
+            found[parent] = read_task(beside)
+            waiting.append((beside, found[parent]))
+    return bundle.add(list(found.values()), half=half)
+
+
+def _entry(manifest: Path, told: Mapping[str, Any]) -> Entry:
+    entry = Entry(told["name"], told["file"], told["sha256"], tuple(told["parents"]))
+    try:
+        check_name(entry.name)
+    except TaskError as error:
+        raise UnsafeFile(f"{manifest}: {error}") from None
+    if not isinstance(entry.file, str) or Path(entry.file).name != entry.file or entry.file in ("", ".", ".."):
+        raise UnsafeFile(
+            f"{manifest}: task {entry.name!r} names the file {entry.file!r}, outside {TASKS}/. Not opened."
+        )
+    return entry
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

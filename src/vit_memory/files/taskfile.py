@@ -1,0 +1,150 @@
+"""One task, one file: a safetensors container whose metadata say everything that is to be known about the task.
+
+`vit-memory-task/1`: tensors `class_token` (D,) unless the regime has none, `memory` (L, M, D), `head.weight` (C, D),
+`head.bias` (C,); metadata `format`, and `task`: a JSON text, see `_describe`. Loading runs no code.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vit_memory.backbone import BackboneIdentity
+from vit_memory.errors import DamagedFile, NewerFormat, TaskError
+from vit_memory.families.roles import Preprocessing
+from vit_memory.files.container import parse_json, read_container, write_container
+from vit_memory.task import Task, TaskRecord
+
+FORMAT, VERSION = "vit-memory-task", 1
+
+
+def write_task(task: Task, path: Path | str, *, half: bool = False) -> None:
+    """Save a task. Equal tasks give equal bytes; `half` keeps float16 and remembers the digest of the full task."""
+    if half and task.record.half_of is None:
+        task = replace(task, record=replace(task.record, half_of=task.digest))
+    tensors = {"memory": task.memory, "head.weight": task.head_weight, "head.bias": task.head_bias}
+    if task.class_token is not None:
+        tensors["class_token"] = task.class_token
+    dtype = torch.float16 if half else torch.float32
+    kept = {name: tensors[name].detach().to("cpu", dtype) for name in sorted(tensors)}
+    for name, tensor in kept.items():
+        if not bool(tensor.isfinite().all()):
+            why = " in float16: save it in full" if half and bool(tensors[name].isfinite().all()) else ""
+            raise TaskError(f"task {task.name!r}: {name} holds NaN or infinite values{why}. Not saved to {path}.")
+    text = json.dumps(_describe(task), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    write_container(Path(path), {"format": f"{FORMAT}/{VERSION}", "task": text}, kept)
+
+
+def read_task(path: Path | str) -> Task:
+    """Load a task as it was saved, or say what is wrong with the file. Tensors keep the precision of the file."""
+    path = Path(path)
+    metadata, tensors = read_container(path)
+    check_format(path, metadata.get("format", ""), FORMAT, VERSION)
+    known = {"class_token", "memory", "head.weight", "head.bias"}
+    missing, unknown = {"memory", "head.weight", "head.bias"} - set(tensors), set(tensors) - known
+    if missing or unknown:
+        raise DamagedFile(
+            f"{path}: tensors missing: {sorted(missing) or 'none'}; not of a task: {sorted(unknown) or 'none'}."
+        )
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise DamagedFile(f"{path}: {name} holds NaN or infinite values.")
+    try:
+        told = parse_json(metadata.get("task", ""))
+        return _rebuild(told, tensors)
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(f"{path}: the task's description is no JSON: {error}.") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedFile(f"{path}: the task's description lacks or mistypes {error}.") from None
+    except TaskError as error:
+        raise DamagedFile(f"{path}: {error}") from None
+
+
+def check_format(path: Path, found: str, name: str, version: int) -> None:
+    """Refuse what is none of ours, and what a later version wrote."""
+    kind, _, number = found.partition("/")
+    if kind != name or not number.isdecimal():
+        raise DamagedFile(f"{path}: format {found!r}, expected {name}/{version}.")
+    if int(number) > version:
+        raise NewerFormat(
+            f"{path}: written in format {found}; this version reads up to {name}/{version}. pip install -U vit-memory"
+        )
+
+
+def _describe(task: Task) -> dict[str, Any]:
+    record = task.record
+    return {
+        "name": task.name,
+        "labels": list(task.labels),
+        "kind": task.kind,
+        "regime": task.regime,
+        "memory_size": task.cells,
+        "raw_memory": task.raw_memory,
+        "parents": [{"name": name, "digest": task.parent_digests.get(name)} for name in task.parents],
+        "backbone": asdict(task.backbone),
+        "preprocessing": None if record.preprocessing is None else asdict(record.preprocessing),
+        "recipe": dict(record.recipe),
+        "metrics": dict(record.metrics),
+        "created": record.created,
+        "library_version": record.library_version,
+        "half_of": record.half_of,
+    }
+
+
+def _rebuild(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Task:
+    parents = told["parents"]
+    if told["memory_size"] != tensors["memory"].shape[1:2].numel():
+        raise TaskError(f"memory_size is {told['memory_size']}, the memory has shape {tuple(tensors['memory'].shape)}.")
+    return Task(
+        name=_text(told["name"], "name"),
+        labels=tuple(_text(label, "labels") for label in told["labels"]),
+        head_weight=tensors["head.weight"],
+        head_bias=tensors["head.bias"],
+        class_token=tensors.get("class_token"),
+        memory=tensors["memory"],
+        backbone=_backbone(told["backbone"]),
+        regime=told["regime"],
+        kind=told["kind"],
+        parents=tuple(_text(parent["name"], "parents") for parent in parents),
+        parent_digests={parent["name"]: _text(parent["digest"], "parents") for parent in parents if parent["digest"]},
+        raw_memory=bool(told["raw_memory"]),
+        record=TaskRecord(
+            created=_text(told["created"], "created"),
+            library_version=_text(told["library_version"], "library_version"),
+            preprocessing=_preprocessing(told["preprocessing"]),
+            recipe=dict(told["recipe"]),
+            metrics=dict(told["metrics"]),
+            half_of=told["half_of"],
+        ),
+    )
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{what}: {type(value).__name__} where a text belongs")
+    return value
+
+
+def _backbone(told: Mapping[str, Any]) -> BackboneIdentity:
+    name, family, fingerprint = (_text(told[key], f"backbone {key}") for key in ("name", "family", "fingerprint"))
+    width, depth, heads = (told[key] for key in ("width", "depth", "heads"))
+    if not all(type(size) is int and size > 0 for size in (width, depth, heads)):
+        raise TypeError(f"backbone sizes: {width!r}, {depth!r}, {heads!r}")
+    return BackboneIdentity(name, family, width, depth, heads, fingerprint)
+
+
+def _preprocessing(told: Mapping[str, Any] | None) -> Preprocessing | None:
+    if told is None:
+        return None
+    resize, crop = told["resize"], told["crop"]
+    return Preprocessing(
+        resize=tuple(resize) if isinstance(resize, list) else resize,
+        crop=None if crop is None else tuple(crop),
+        mean=tuple(told["mean"]),
+        std=tuple(told["std"]),
+        interpolation=told["interpolation"],
+    )

@@ -1,0 +1,216 @@
+"""Bundles: tasks trained apart put side by side, kept whole, and refused when they do not fit."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from builders import graph_shapes, images, library_model, tiny_backbone, trained
+from vit_memory import BackboneMismatch, Bundle, DamagedFile, FileError, GraphError, MemoryViT, NewerFormat, UnsafeFile
+from vit_memory.cli import app
+from vit_memory.files import bundle as bundle_module
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def pinned_diamond(backbone):
+    top = trained(backbone, "top", cells=2)
+    left = trained(backbone, "left", cells=5, parents=[top])
+    right = trained(backbone, "right", regime="class", parents=[top])
+    return [top, left, right, trained(backbone, "bottom", cells=1, parents=[left, right])]
+
+
+@pytest.fixture
+def diamond(tmp_path):
+    backbone = tiny_backbone()
+    return Bundle.create(tmp_path / "bundle", backbone, pinned_diamond(backbone))
+
+
+def test_a_bundle_answers_as_the_tasks_it_was_made_from(diamond):
+    backbone = tiny_backbone()
+    direct = MemoryViT(backbone, pinned_diamond(backbone))(images())
+    bundled = Bundle.open(diamond.folder).model(backbone)(images())
+    assert list(bundled) == list(direct)
+    assert all(torch.equal(bundled[name], direct[name]) for name in direct)
+
+
+def test_concatenating_separately_trained_tasks_is_adding_their_files(tmp_path):
+    backbone = tiny_backbone()
+    for task in (trained(backbone, "birds"), trained(backbone, "boats", cells=2)):
+        task.save(tmp_path / f"{task.name}.safetensors")
+    made = run("bundle", "create", tmp_path / "both", tmp_path / "birds.safetensors")
+    assert made.exit_code == 0, made.output
+    added = run("bundle", "add", tmp_path / "both", tmp_path / "boats.safetensors")
+    assert added.exit_code == 0, added.output
+    assert "added boats" in added.stdout
+    together = Bundle.open(tmp_path / "both").model(backbone)(images())
+    alone = MemoryViT(backbone, [trained(backbone, "boats", cells=2)])(images())
+    torch.testing.assert_close(together["boats"], alone["boats"], rtol=0, atol=1e-5)
+    listed = run("bundle", "list", tmp_path / "both", "--json")
+    assert [task["name"] for task in json.loads(listed.stdout)] == ["birds", "boats"]
+    assert "boats" in run("bundle", "list", tmp_path / "both").stdout
+    assert run("bundle", "check", tmp_path / "both").exit_code == 0
+
+
+def test_the_whole_way_through_the_commands_with_a_backbone_folder(tmp_path):
+    library_model("vit")[1].save_pretrained(tmp_path / "vit")
+    assert run("bundle", "create", tmp_path / "b", "--backbone", tmp_path / "vit").exit_code == 0
+    trained(tiny_backbone(), "birds").save(tmp_path / "birds.safetensors")
+    assert run("bundle", "add", tmp_path / "b", tmp_path / "birds.safetensors").exit_code == 0
+    assert run("bundle", "check", tmp_path / "b", "--backbone", tmp_path / "vit").exit_code == 0
+    assert list(Bundle.from_pretrained(tmp_path / "b").model()(images())) == ["birds"], "the reference is enough"
+    shown = run("inspect", tmp_path / "birds.safetensors", tmp_path / "b" / "tasks" / "birds.safetensors")
+    assert shown.stdout.count("5 cells in each of 3 blocks") == 2
+    told = json.loads(run("inspect", tmp_path / "birds.safetensors", "--json").stdout)
+    assert told[0]["backbone"]["fingerprint"] == tiny_backbone().fingerprint
+    assert run("bundle", "create", tmp_path / "none").exit_code == 2
+
+
+def test_a_task_brings_its_parents_along_or_says_which_are_missing(tmp_path, diamond):
+    folder = tmp_path / "files"
+    for task in diamond.tasks():
+        task.save(folder / f"{task.name}.safetensors")
+    bundle = bundle_module.add_files(Bundle.create(tmp_path / "new", diamond.backbone), [folder / "bottom.safetensors"])
+    assert sorted(entry.name for entry in bundle.entries) == ["bottom", "left", "right", "top"]
+    (folder / "right.safetensors").unlink()
+    before = list(tmp_path.iterdir())
+    result = CliRunner().invoke(app, ["bundle", "create", str(tmp_path / "other"), str(folder / "bottom.safetensors")])
+    assert isinstance(result.exception, GraphError)
+    assert "task 'bottom' extends 'right', which is neither in" in str(result.exception)
+    assert list(tmp_path.iterdir()) == before, "nothing half-made is left"
+
+
+def test_a_task_of_another_backbone_is_refused_with_both_fingerprints(diamond):
+    before = content(diamond.folder)
+    stranger = trained(tiny_backbone("dinov2"), "stranger")
+    with pytest.raises(
+        BackboneMismatch, match=r"was trained on .* with fingerprint .*this bundle is for .*train the"
+    ) as error:
+        diamond.add([stranger])
+    assert stranger.backbone.fingerprint[:12] in str(error.value)
+    assert diamond.backbone.fingerprint[:12] in str(error.value)
+    assert content(diamond.folder) == before
+
+
+def test_refused_changes_leave_the_folder_as_it_was(diamond):
+    before = content(diamond.folder)
+    backbone = tiny_backbone()
+    with pytest.raises(GraphError, match="two tasks are called 'top'"):
+        diamond.add([trained(backbone, "fine"), trained(backbone, "top")])
+    with pytest.raises(GraphError, match="task 'left' extends top: remove 'left' too"):
+        diamond.remove(["top"])
+    with pytest.raises(FileError, match="no task 'nobody' in this bundle. Tasks: top, left, right, bottom"):
+        diamond.remove(["nobody"])
+    with pytest.raises(FileError, match="holds a bundle already"):
+        Bundle.create(diamond.folder, backbone)
+    assert content(diamond.folder) == before
+
+
+def test_a_retrained_parent_is_not_mistaken_for_the_one_a_task_was_trained_on(tmp_path):
+    backbone = tiny_backbone()
+    parent = trained(backbone, "parent")
+    child = trained(backbone, "child", parents=[parent])
+    retrained = replace(parent, memory=parent.memory + 0.1)
+    with pytest.raises(GraphError, match=r"was trained on a task 'parent' with digest .*trained again since"):
+        Bundle.create(tmp_path / "bundle", backbone, [retrained, child])
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_removing_takes_the_file_too(diamond):
+    after = diamond.remove(["bottom", "left"])
+    assert [entry.name for entry in Bundle.open(diamond.folder).entries] == ["top", "right"]
+    assert sorted(path.name for path in (diamond.folder / "tasks").iterdir()) == [
+        "right.safetensors",
+        "top.safetensors",
+    ]
+    assert list(after.check()) == ["top", "right"]
+
+
+def test_a_crash_between_file_and_manifest_leaves_the_old_bundle(diamond, monkeypatch):
+    honest = bundle_module.write_atomic
+
+    def crash(path, chunks):
+        if path.name == "bundle.json":
+            raise KeyboardInterrupt
+        honest(path, chunks)
+
+    monkeypatch.setattr(bundle_module, "write_atomic", crash)
+    with pytest.raises(KeyboardInterrupt):
+        diamond.add([trained(tiny_backbone(), "late")])
+    assert list(Bundle.open(diamond.folder).check()) == ["top", "left", "right", "bottom"]
+
+
+def test_save_pretrained_and_from_pretrained_keep_everything(diamond, tmp_path):
+    diamond.save_pretrained(tmp_path / "copy")
+    assert content(tmp_path / "copy") == content(diamond.folder)
+    assert Bundle.from_pretrained(str(tmp_path / "copy")).entries == diamond.entries
+
+
+def edited(bundle, change):
+    manifest = bundle.folder / "bundle.json"
+    told = json.loads(manifest.read_text())
+    changed = change(told)
+    manifest.write_text(json.dumps(told if changed is None else changed))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            lambda t: t["tasks"][0].update(file="../../secret"),
+            UnsafeFile,
+            "names the file '../../secret', outside tasks/",
+        ),
+        (lambda t: t["tasks"][0].update(file="/etc/passwd"), UnsafeFile, "outside tasks/"),
+        (lambda t: t["tasks"][0].update(file=".."), UnsafeFile, "outside tasks/"),
+        (lambda t: t["tasks"][0].update(name="../top"), UnsafeFile, "task name '../top'"),
+        (lambda t: t.update(format="vit-memory-bundle/7"), NewerFormat, "written in format vit-memory-bundle/7"),
+        (lambda t: t.pop("backbone") and None, DamagedFile, "cannot be read as a bundle: 'backbone'"),
+        (lambda t: t.update(tasks=[1]), DamagedFile, "cannot be read as a bundle"),
+        (lambda t: [], DamagedFile, "cannot be read as a bundle"),
+    ],
+)
+def test_a_forged_manifest_is_refused(diamond, change, error, message):
+    edited(diamond, change)
+    with pytest.raises(error, match=message):
+        Bundle.open(diamond.folder)
+
+
+def test_files_that_were_swapped_or_damaged_are_found(diamond):
+    left, right = (diamond.folder / "tasks" / f"{name}.safetensors" for name in ("left", "right"))
+    whole = left.read_bytes()
+    left.write_bytes(right.read_bytes())
+    with pytest.raises(DamagedFile, match="is not the file that bundle.json speaks of"):
+        diamond.check()
+    left.write_bytes(whole[:-3])
+    with pytest.raises(DamagedFile, match="does not match its checksum"):
+        diamond.check()
+    left.unlink()
+    with pytest.raises(FileError, match="no such file"):
+        diamond.check()
+    with pytest.raises(FileError, match="no bundle here"):
+        Bundle.open(diamond.folder / "tasks")
+
+
+def test_a_thousand_task_files_load_into_one_model(tmp_path):
+    backbone = tiny_backbone()
+    tasks = [trained(backbone, f"task-{i}", cells=5) for i in range(1000)]
+    bundle = Bundle.create(tmp_path / "bundle", backbone, tasks)
+    model = Bundle.open(bundle.folder).model(backbone)
+    assert len(model(images(1))) == 1000
+
+
+def test_graph_shapes_survive_a_bundle(tmp_path):
+    backbone = tiny_backbone()
+    for name, tasks in graph_shapes(backbone).items():
+        bundle = Bundle.create(tmp_path / name, backbone, tasks)
+        here, there = MemoryViT(backbone, tasks)(images()), bundle.model(backbone)(images())
+        assert all(torch.equal(here[task], there[task]) for task in here)
