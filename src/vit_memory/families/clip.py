@@ -7,18 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit_memory.families.roles import Original, Preprocessing, Roles
-from vit_memory.families.tiny import randomised
+from vit_memory.families.roles import Original, Roles
+from vit_memory.families.tiny import SIZES, randomised
 from vit_memory.families.transformers_layout import (
     AtLeastOnePatch,
     BlockLayout,
-    core_of,
+    TransformersFamily,
     find,
     forward_at_any_size,
-    library_classes,
     optional,
     pair,
-    preprocessing_of,
 )
 
 TOWER_LAYOUT = BlockLayout(
@@ -66,20 +64,29 @@ class TowerEnding:
 
 
 @dataclass(frozen=True, slots=True)
-class CLIPVision:
-    """The vision half; a whole CLIP is accepted and its text half ignored."""
+class VisionTower(TransformersFamily):
+    """The vision half of a model of images and texts; a whole one is accepted and its text half ignored."""
 
-    name: str = "clip-vision"
-    library: str = "transformers"
     cores: tuple[str, ...] = ("vision_model", "vision_model.vision_model")
 
     def accepts(self, model: nn.Module) -> bool:
         """By class; a text tower is none."""
-        return library_classes(model, "clip") and "Text" not in type(model).__name__
+        return TransformersFamily.accepts(self, model) and "Text" not in type(model).__name__
+
+    def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:
+        """The judge; of a whole model, its vision tower."""
+        core = self.core(model)
+        whole = optional(model, "text_model") is not None
+        return forward_at_any_size(core if whole else model, images, pair(core.config.image_size))
+
+
+@dataclass(frozen=True, slots=True)
+class CLIPVision(VisionTower):
+    """CLIP's."""
 
     def roles(self, model: nn.Module) -> Roles:
         """Where the parts are."""
-        core = core_of(model, *self.cores)
+        core = self.core(model)
         config: Any = core.config
         embeddings: Any = core.embeddings
         image_size, patch_size = pair(config.image_size), pair(config.patch_size)
@@ -108,16 +115,6 @@ class CLIPVision:
             class_position=embeddings.position_embedding.weight[0],
         )
 
-    def preprocessing(self, model: nn.Module) -> Preprocessing | None:
-        """From the processor beside the weights."""
-        return preprocessing_of(model)
-
-    def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:
-        """The judge; of a whole CLIP, its vision tower."""
-        whole = optional(model, "text_model") is not None
-        judged = core_of(model, *self.cores) if whole else model
-        return forward_at_any_size(judged, images, self.roles(model).image_size)
-
     def tiny_models(self) -> Mapping[str, Callable[[], nn.Module]]:
         """Small random models."""
         from transformers import (
@@ -128,16 +125,7 @@ class CLIPVision:
             CLIPVisionModelWithProjection,
         )
 
-        sizes: dict[str, Any] = {
-            "hidden_size": 32,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "intermediate_size": 64,
-            "image_size": 32,
-            "patch_size": 8,
-            "projection_dim": 16,
-        }
-        vision = CLIPVisionConfig(**sizes)
+        vision = CLIPVisionConfig(**SIZES, projection_dim=16)
         whole = CLIPConfig(vision_config=vision.to_dict(), num_labels=7)
         return {
             "clip-vision": lambda: randomised(CLIPVisionModel(vision)),
@@ -146,4 +134,4 @@ class CLIPVision:
         }
 
 
-FAMILY = CLIPVision()
+FAMILY = CLIPVision(name="clip-vision", packages=("clip",))

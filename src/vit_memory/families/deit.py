@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from vit_memory.families.roles import Finish, Original
-from vit_memory.families.tiny import randomised
+from vit_memory.families.tiny import SIZES, randomised
 from vit_memory.families.transformers_layout import PlainViT, optional
 
 
@@ -40,19 +40,11 @@ class DeiT(PlainViT):
 def _tiny() -> Mapping[str, Callable[[], nn.Module]]:
     from transformers import DeiTConfig, DeiTForImageClassification, DeiTForImageClassificationWithTeacher
 
-    config = DeiTConfig(
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=64,
-        image_size=32,
-        patch_size=8,
-        num_labels=7,
-    )
+    config = DeiTConfig(**SIZES, num_labels=7)
     return {
         "deit": lambda: randomised(DeiTForImageClassification(config)),
         "deit:teacher": lambda: randomised(DeiTForImageClassificationWithTeacher(config)),
     }
 
 
-FAMILY = DeiT(name="deit", package="deit", cores=("deit",), prefix=("class", "distillation"), tiny=_tiny)
+FAMILY = DeiT(name="deit", packages=("deit",), cores=("deit",), prefix=("class", "distillation"), tiny=_tiny)

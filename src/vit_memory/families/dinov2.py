@@ -7,18 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit_memory.families.roles import Original, Preprocessing, Roles
-from vit_memory.families.tiny import randomised
+from vit_memory.families.roles import Original, Roles
+from vit_memory.families.tiny import SIZES, randomised
 from vit_memory.families.transformers_layout import (
     AtLeastOnePatch,
     BlockLayout,
-    core_of,
+    TransformersFamily,
     fields_of,
     find,
-    library_classes,
     optional,
     pair,
-    preprocessing_of,
 )
 
 _LAYOUT = BlockLayout(norm1="norm1", norm2="norm2", scale1="layer_scale1", scale2="layer_scale2")
@@ -54,20 +52,12 @@ class ClassAndPatches:
 
 
 @dataclass(frozen=True, slots=True)
-class DINOv2:
+class DINOv2(TransformersFamily):
     """Both, told apart by their register tokens."""
-
-    name: str = "dinov2"
-    library: str = "transformers"
-    cores: tuple[str, ...] = ("dinov2", "dinov2_with_registers")
-
-    def accepts(self, model: nn.Module) -> bool:
-        """By class."""
-        return library_classes(model, "dinov2") or library_classes(model, "dinov2_with_registers")
 
     def roles(self, model: nn.Module) -> Roles:
         """Where the parts are."""
-        core = core_of(model, *self.cores)
+        core = self.core(model)
         config: Any = core.config
         embeddings: Any = core.embeddings
         registers = optional(embeddings, "register_tokens")
@@ -97,10 +87,6 @@ class DINOv2:
             class_position=embeddings.position_embeddings[:, 0],
         )
 
-    def preprocessing(self, model: nn.Module) -> Preprocessing | None:
-        """From the processor beside the weights."""
-        return preprocessing_of(model)
-
     def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:
         """The judge."""
         return fields_of(model(pixel_values=images))
@@ -115,15 +101,8 @@ class DINOv2:
             Dinov2WithRegistersForImageClassification,
         )
 
-        sizes: dict[str, Any] = {
-            "hidden_size": 32,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "mlp_ratio": 2,
-            "image_size": 32,
-            "patch_size": 8,
-            "num_labels": 7,
-        }
+        sizes = {**SIZES, "mlp_ratio": 2, "num_labels": 7}
+        del sizes["intermediate_size"]  # told by the ratio
         swiglu = Dinov2Config(**sizes, use_swiglu_ffn=True)
         registers = Dinov2WithRegistersConfig(**sizes, num_register_tokens=3)
         return {
@@ -133,4 +112,4 @@ class DINOv2:
         }
 
 
-FAMILY = DINOv2()
+FAMILY = DINOv2(name="dinov2", packages=("dinov2", "dinov2_with_registers"), cores=("dinov2", "dinov2_with_registers"))

@@ -7,18 +7,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vit_memory.families.roles import Preprocessing, Roles, Rotation
-from vit_memory.families.tiny import randomised
+from vit_memory.families.roles import Roles, Rotation
+from vit_memory.families.tiny import SIZES, randomised
 from vit_memory.families.transformers_layout import (
     AtLeastOnePatch,
     BlockLayout,
     NormThenHeads,
-    core_of,
+    TransformersFamily,
     fields_of,
     find,
-    library_classes,
     pair,
-    preprocessing_of,
 )
 
 _LAYOUT = BlockLayout(
@@ -66,19 +64,12 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
-class DINOv3:
+class DINOv3(TransformersFamily):
     """The ViTs of DINOv3 (its ConvNeXts are none)."""
-
-    name: str = "dinov3-vit"
-    library: str = "transformers"
-
-    def accepts(self, model: nn.Module) -> bool:
-        """By class."""
-        return library_classes(model, "dinov3_vit")
 
     def roles(self, model: nn.Module) -> Roles:
         """Where the parts are."""
-        core = core_of(model)
+        core = self.core(model)
         config: Any = core.config
         embeddings: Any = core.embeddings
         norm = find(core, "norm")
@@ -106,10 +97,6 @@ class DINOv3:
             class_position=None,
         )
 
-    def preprocessing(self, model: nn.Module) -> Preprocessing | None:
-        """From the processor beside the weights."""
-        return preprocessing_of(model)
-
     def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:
         """The judge."""
         return fields_of(model(pixel_values=images))
@@ -118,15 +105,7 @@ class DINOv3:
         """Small random models."""
         from transformers import DINOv3ViTConfig, DINOv3ViTModel
 
-        sizes: dict[str, Any] = {
-            "hidden_size": 32,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "intermediate_size": 64,
-            "image_size": 32,
-            "patch_size": 8,
-            "num_register_tokens": 2,
-        }
+        sizes = {**SIZES, "num_register_tokens": 2}
         gated = DINOv3ViTConfig(**sizes, use_gated_mlp=True)
         return {
             "dinov3-vit": lambda: randomised(DINOv3ViTModel(DINOv3ViTConfig(**sizes))),
@@ -134,4 +113,4 @@ class DINOv3:
         }
 
 
-FAMILY = DINOv3()
+FAMILY = DINOv3(name="dinov3-vit", packages=("dinov3_vit",))

@@ -7,19 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit_memory.families.clip import TOWER_LAYOUT
-from vit_memory.families.roles import Original, Preprocessing, Roles
-from vit_memory.families.tiny import randomised
+from vit_memory.families.clip import TOWER_LAYOUT, VisionTower
+from vit_memory.families.roles import Original, Roles
+from vit_memory.families.tiny import SIZES, randomised
 from vit_memory.families.transformers_layout import (
     AtLeastOnePatch,
     Interpolating,
-    core_of,
     find,
-    forward_at_any_size,
-    library_classes,
     optional,
     pair,
-    preprocessing_of,
 )
 
 
@@ -45,20 +41,12 @@ class PoolingEnding:
 
 
 @dataclass(frozen=True, slots=True)
-class SigLIPVision:
-    """The vision half; a whole SigLIP is accepted and its text half ignored."""
-
-    name: str = "siglip-vision"
-    library: str = "transformers"
-    cores: tuple[str, ...] = ("vision_model", "vision_model.vision_model")
-
-    def accepts(self, model: nn.Module) -> bool:
-        """By class; a text tower is none."""
-        return library_classes(model, "siglip") and "Text" not in type(model).__name__
+class SigLIPVision(VisionTower):
+    """SigLIP's."""
 
     def roles(self, model: nn.Module) -> Roles:
         """Where the parts are."""
-        core = core_of(model, *self.cores)
+        core = self.core(model)
         config: Any = core.config
         embeddings: Any = core.embeddings
         image_size, patch_size = pair(config.image_size), pair(config.patch_size)
@@ -87,28 +75,11 @@ class SigLIPVision:
             class_position=None,
         )
 
-    def preprocessing(self, model: nn.Module) -> Preprocessing | None:
-        """From the processor beside the weights."""
-        return preprocessing_of(model)
-
-    def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:
-        """The judge; of a whole SigLIP, its vision tower."""
-        whole = optional(model, "text_model") is not None
-        judged = core_of(model, *self.cores) if whole else model
-        return forward_at_any_size(judged, images, self.roles(model).image_size)
-
     def tiny_models(self) -> Mapping[str, Callable[[], nn.Module]]:
         """Small random models."""
         from transformers import SiglipConfig, SiglipForImageClassification, SiglipVisionConfig, SiglipVisionModel
 
-        vision = SiglipVisionConfig(
-            hidden_size=32,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            intermediate_size=64,
-            image_size=32,
-            patch_size=8,
-        )
+        vision = SiglipVisionConfig(**SIZES)
         text = {"bos_token_id": 0, "eos_token_id": 1}  # its defaults lie outside its vocabulary, and it says so
         whole = SiglipConfig(vision_config=vision.to_dict(), text_config=text, num_labels=7)
         return {
@@ -117,4 +88,4 @@ class SigLIPVision:
         }
 
 
-FAMILY = SigLIPVision()
+FAMILY = SigLIPVision(name="siglip-vision", packages=("siglip",))

@@ -1,7 +1,19 @@
 """Small random models that hide nothing, for `verify` and the tests."""
 
+from typing import Any
+
 import torch
 from torch import nn
+
+# What transformers' configurations call the sizes of a small ViT that still has blocks, heads and a grid.
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": 32,
+    "patch_size": 8,
+}
 
 
 def randomised(model: nn.Module) -> nn.Module:

@@ -144,11 +144,6 @@ class BlockLayout:
         return (find(layer, self.up), as_module(find(layer, self.act)), find(layer, self.down))
 
 
-def library_classes(model: nn.Module, package: str) -> bool:
-    """Whether one of the model's classes is of transformers' `models.<package>`."""
-    return any(cls.__module__.startswith(f"transformers.models.{package}.") for cls in type(model).__mro__)
-
-
 def core_of(model: nn.Module, *paths: str) -> nn.Module:
     """The module that embeds: the model itself or the first of `paths` that has `embeddings`."""
     for candidate in (model, *(optional(model, path) for path in paths)):
@@ -182,12 +177,6 @@ class AtLeastOnePatch:
         return None
 
 
-def preprocessing_of(model: nn.Module) -> Preprocessing | None:
-    """Facts from the image processor stored beside the weights, where the model still knows where that is."""
-    source = getattr(model.config, "_name_or_path", "") or ""
-    return read_preprocessing(source) if source else None
-
-
 def read_preprocessing(source: str) -> Preprocessing | None:
     """Facts from `preprocessor_config.json` of a folder, or of an id through the hub's cache; None if it has none."""
     from transformers import BaseImageProcessor
@@ -215,6 +204,30 @@ def read_preprocessing(source: str) -> Preprocessing | None:
         std=tuple(stored.get("image_std") or (0.5, 0.5, 0.5)) if stored.get("do_normalize", True) else (1.0,) * 3,
         interpolation=_INTERPOLATIONS[stored.get("resample", 2)],
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersFamily:
+    """What every family of transformers answers alike."""
+
+    name: str
+    packages: tuple[str, ...]  # under transformers.models
+    cores: tuple[str, ...] = ()  # where a model with a head keeps the ViT
+    library: str = "transformers"
+
+    def accepts(self, model: nn.Module) -> bool:
+        """By class."""
+        homes = tuple(f"transformers.models.{package}." for package in self.packages)
+        return any(cls.__module__.startswith(homes) for cls in type(model).__mro__)
+
+    def core(self, model: nn.Module) -> Any:
+        """The ViT of a model that may hold more."""
+        return core_of(model, *self.cores)
+
+    def preprocessing(self, model: nn.Module) -> Preprocessing | None:
+        """From the image processor stored beside the weights, where the model still knows where that is."""
+        source = getattr(model.config, "_name_or_path", "") or ""
+        return read_preprocessing(source) if source else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -261,25 +274,17 @@ def forward_at_any_size(model: nn.Module, images: Tensor, image_size: tuple[int,
     return fields_of(model(pixel_values=images, **({"interpolate_pos_encoding": True} if other_size else {})))
 
 
-@dataclass(frozen=True, slots=True)
-class PlainViT:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainViT(TransformersFamily):
     """transformers' ViT and its near copies: class token first, learned positions, norm and head on the class token."""
 
-    name: str
-    package: str  # under transformers.models
-    cores: tuple[str, ...]  # where a model with a head keeps the ViT
     prefix: tuple[str, ...]
     tiny: Callable[[], Mapping[str, Callable[[], nn.Module]]]
     layout: BlockLayout = BlockLayout()
-    library: str = "transformers"
-
-    def accepts(self, model: nn.Module) -> bool:
-        """By class."""
-        return library_classes(model, self.package)
 
     def roles(self, model: nn.Module) -> Roles:
         """Where the parts are."""
-        core = core_of(model, *self.cores)
+        core = self.core(model)
         config: Any = core.config
         embeddings: Any = core.embeddings
         image_size, patch_size = pair(config.image_size), pair(config.patch_size)
@@ -312,10 +317,6 @@ class PlainViT:
     def finish(self, model: nn.Module, core: nn.Module, norm: nn.Module, classifier: nn.Module | None) -> Finish:
         """How the library ends."""
         return NormThenHeads(norm, optional(core, "pooler"), classifier)
-
-    def preprocessing(self, model: nn.Module) -> Preprocessing | None:
-        """From the processor beside the weights."""
-        return preprocessing_of(model)
 
     def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:
         """The judge."""

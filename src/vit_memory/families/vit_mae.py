@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from vit_memory.families.roles import Roles
-from vit_memory.families.tiny import randomised
-from vit_memory.families.transformers_layout import PlainViT, core_of, fields_of
+from vit_memory.families.tiny import SIZES, randomised
+from vit_memory.families.transformers_layout import PlainViT, fields_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,11 +42,11 @@ class ViTMAE(PlainViT):
     def roles(self, model: nn.Module) -> Roles:
         """Where the parts are."""
         plain = PlainViT.roles(self, model)
-        return replace(plain, embed=Unmasked(core_of(model, *self.cores).embeddings, plain.image_size))
+        return replace(plain, embed=Unmasked(self.core(model).embeddings, plain.image_size))
 
     def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:
         """The judge: the encoder alone, told to mask nothing and to leave the order alone."""
-        core: Any = core_of(model, *self.cores)
+        core: Any = self.core(model)
         roles = self.roles(model)
         patches = (images.shape[-2] // roles.patch_size[0]) * (images.shape[-1] // roles.patch_size[1])
         noise = torch.arange(patches, device=images.device, dtype=torch.float32).expand(len(images), -1)
@@ -62,12 +62,7 @@ def _tiny() -> Mapping[str, Callable[[], nn.Module]]:
     from transformers import ViTMAEConfig, ViTMAEForPreTraining, ViTMAEModel
 
     config = ViTMAEConfig(
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=64,
-        image_size=32,
-        patch_size=8,
+        **SIZES,
         decoder_hidden_size=32,
         decoder_num_hidden_layers=1,
         decoder_num_attention_heads=4,
@@ -79,4 +74,4 @@ def _tiny() -> Mapping[str, Callable[[], nn.Module]]:
     }
 
 
-FAMILY = ViTMAE(name="vit-mae", package="vit_mae", cores=("vit",), prefix=("class",), tiny=_tiny)
+FAMILY = ViTMAE(name="vit-mae", packages=("vit_mae",), cores=("vit",), prefix=("class",), tiny=_tiny)

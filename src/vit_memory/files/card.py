@@ -2,36 +2,22 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from vit_memory.files.bundle import Bundle
+from vit_memory.files.taskfile import describe
 from vit_memory.task import Task
 
 
 def facts(path: Path, task: Task) -> dict[str, Any]:
-    """Everything in a task file but the numbers learned, as JSON values."""
-    record = task.record
+    """What a task file holds, as JSON values."""
     return {
         "file": str(path),
         "bytes": path.stat().st_size,
-        "name": task.name,
-        "labels": list(task.labels),
-        "kind": task.kind,
-        "regime": task.regime,
-        "memory_size": task.cells,
-        "raw_memory": task.raw_memory,
+        **describe(task),
         "parameters": task.parameters,
-        "parents": [{"name": name, "digest": task.parent_digests.get(name)} for name in task.parents],
-        "backbone": asdict(task.backbone),
-        "preprocessing": None if record.preprocessing is None else asdict(record.preprocessing),
-        "recipe": dict(record.recipe),
-        "metrics": dict(record.metrics),
-        "created": record.created,
-        "library_version": record.library_version,
         "digest": task.digest,
-        "half_of": record.half_of,
     }
 
 

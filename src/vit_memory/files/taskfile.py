@@ -1,7 +1,7 @@
 """One task, one file: a safetensors container whose metadata say everything that is to be known about the task.
 
 `vit-memory-task/1`: tensors `class_token` (D,) unless the regime has none, `memory` (L, M, D), `head.weight` (C, D),
-`head.bias` (C,); metadata `format`, and `task`: a JSON text, see `_describe`. Loading runs no code.
+`head.bias` (C,); metadata `format`, and `task`: a JSON text, see `describe`. Loading runs no code.
 """
 
 import json
@@ -35,7 +35,7 @@ def write_task(task: Task, path: Path | str, *, half: bool = False) -> None:
         if not bool(tensor.isfinite().all()):
             why = " in float16: save it in full" if half and bool(tensors[name].isfinite().all()) else ""
             raise TaskError(f"task {task.name!r}: {name} holds NaN or infinite values{why}. Not saved to {path}.")
-    text = json.dumps(_describe(task), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(describe(task), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     write_container(Path(path), {"format": f"{FORMAT}/{VERSION}", "task": text}, kept)
 
 
@@ -75,7 +75,8 @@ def check_format(path: Path, found: str, name: str, version: int) -> None:
         )
 
 
-def _describe(task: Task) -> dict[str, Any]:
+def describe(task: Task) -> dict[str, Any]:
+    """Everything of a task but the numbers learned, as JSON values."""
     record = task.record
     return {
         "name": task.name,
