@@ -4,16 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-all setup lint types format bench clean
+.PHONY: demo test test-slow test-all setup lint types format bench clean
 
 demo: setup  ## set up, then prove the promises on every family
 	$(BIN)/vit-memory verify --all-families
 
 test: lint types  ## set up, then lint, types, tests
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -n 2 -m "not slow"
 
-test-all: lint types  ## everything, the slow evidence included
-	$(BIN)/pytest
+test-slow: setup  ## the slow evidence alone: every family and graph through the compilers
+	$(BIN)/pytest -n 2 -m slow
+
+test-all: test test-slow  ## everything
 
 setup: $(VENV)/.ready
 

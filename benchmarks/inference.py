@@ -14,8 +14,11 @@ ViT-B/32 and ViT-B/16 of transformers with random weights (costs do not depend o
 """
 
 import argparse
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +86,22 @@ def line(row: dict[str, object]) -> str:
     )
 
 
+def table(record: dict[str, Any]) -> str:
+    """A record as Markdown: the cost of tasks as multiples of the plain forward, FLOP limit in brackets."""
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for row in record["rows"]:
+        model, batch, tasks = re.fullmatch(r"vit-(b\d+)-batch(\d+)-tasks(\d+)", row["case"]).groups()  # type: ignore[union-attr]
+        cells.setdefault((model, batch), {})[int(tasks)] = f"{row['ratio']:.2f} ({row['flop_limit']:.2f})"
+    counts = sorted({count for row in cells.values() for count in row})
+    head = ["| ViT, batch |", *(f" {count} task{'s' if count != 1 else ''} |" for count in counts)]
+    lines = ["".join(head), "|---|" + "---|" * len(counts)]
+    for (model, batch), row in cells.items():
+        lines.append(
+            f"| {model[0].upper()}/{model[1:]}, {batch} | " + " | ".join(row[count] for count in counts) + " |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run, print a table, write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -91,7 +110,11 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--tasks", type=int, nargs="+", default=[0, 1, 4, 16, 64])
     parser.add_argument("--seconds", type=float, default=60.0, help="budget per row for the fused pass")
+    parser.add_argument("--table", type=Path, help="print the Markdown table of a record instead of measuring")
     options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(options.table.read_text())))
+        return
 
     done: list[dict[str, object]] = []
     print(f"{'case':28} {'ratio':>7} {'quartiles':>15} {'limit':>7} {'over':>6} {'dense':>7} {'separate':>9}")

@@ -9,4 +9,4 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: no test asks a n
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-torch.set_num_threads(2)
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # two workers share two cores

@@ -1,6 +1,8 @@
 """The README is executed: its Python runs, its commands exist."""
 
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,10 @@ from vit_memory import backbone as backbone_module
 from vit_memory.families.tiny import randomised
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.inference import table  # noqa: E402
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -37,6 +43,12 @@ def test_the_make_targets_exist():
     named = re.findall(r"^make (\S+)", README, flags=re.MULTILINE)
     assert named == ["demo", "test"]
     assert all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in named)
+
+
+def test_the_cost_table_is_the_measured_one():
+    record = json.loads((ROOT / "results" / "inference.json").read_text())
+    assert table(record) in README
+    assert all(row["original_equal"] for row in record["rows"])
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))

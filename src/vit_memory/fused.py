@@ -24,10 +24,20 @@ def run_fused(roles: Roles, plan: JoinPlan, readers: Readers, images: Tensor) ->
     run = _runner(plan, x, T)
     rows = torch.cat([x.reshape(B * N, D), readers.tokens.expand(B, T, D).reshape(B * T, D)])
     for block, memory in zip(roles.blocks, readers.memory, strict=True):
-        qkv = split_qkv(block, run(block.norm1, rows), run)
-        attended = _attend(roles, block, qkv, (B, N, T), rotation, readers.seating.groups, memory)
-        del qkv  # the MLP is the widest moment of a block: nothing else should be held through it
-        rows = finish_block(block, rows, attended, run)
+        rows = finish_block(
+            block,
+            rows,
+            _attend(
+                roles,
+                block,
+                split_qkv(block, run(block.norm1, rows), run),
+                (B, N, T),
+                rotation,
+                readers.seating.groups,
+                memory,
+            ),
+            run,
+        )
     original = roles.finish(rows[: B * N].unflatten(0, (B, N)))
     return original, call(roles.final_norm, rows[B * N :].unflatten(0, (B, T)))
 

@@ -45,13 +45,7 @@ def create(
     if not files and backbone is None:
         raise typer.BadParameter("give task files, or --backbone for an empty bundle.")
     identity = load_backbone(backbone).identity if backbone else read_task((files or [])[0]).backbone
-    bundle = Bundle.create(folder, identity)
-    try:
-        bundle = add_files(bundle, files or [], half=half)
-    except BaseException:
-        (folder / "bundle.json").unlink()  # as it was: nothing of a bundle that could not be made
-        folder.rmdir()
-        raise
+    bundle = add_files(Bundle.begin(folder, identity), files or [], half=half)
     typer.echo(f"{folder}: {len(bundle.entries)} tasks for {bundle.backbone.name}")
 
 

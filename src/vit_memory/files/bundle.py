@@ -47,19 +47,19 @@ class Bundle:
     entries: tuple[Entry, ...]
 
     @staticmethod
-    def create(folder: Path | str, backbone: Backbone | BackboneIdentity, tasks: Iterable[Task] = ()) -> "Bundle":
-        """Begin a bundle in a new or empty folder."""
+    def begin(folder: Path | str, backbone: Backbone | BackboneIdentity) -> "Bundle":
+        """A bundle for a new or empty folder. Nothing is written before something is added."""
         folder = Path(folder)
         if (folder / MANIFEST).exists():
             raise FileError(f"{folder}: holds a bundle already. vit-memory bundle add {folder} … adds to it.")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise FileError(f"{folder}: is not an empty folder; give another name.")
-        identity = backbone.identity if isinstance(backbone, Backbone) else backbone
-        bundle = Bundle(folder, identity, ())
-        wanted = list(tasks)
-        bundle._checked(wanted)  # before anything is written
-        bundle._write()
-        return bundle.add(wanted) if wanted else bundle
+        return Bundle(folder, backbone.identity if isinstance(backbone, Backbone) else backbone, ())
+
+    @staticmethod
+    def create(folder: Path | str, backbone: Backbone | BackboneIdentity, tasks: Iterable[Task] = ()) -> "Bundle":
+        """Write a bundle with these tasks, or with none yet, into a new or empty folder."""
+        return Bundle.begin(folder, backbone).add(list(tasks))
 
     @staticmethod
     def open(folder: Path | str) -> "Bundle":
