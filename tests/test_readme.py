@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from vit_memory import backbone as backbone_module
+from vit_memory.cli import app
 from vit_memory.families.tiny import randomised
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +22,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    return [text for found, text in fenced if found == language]
 
 
 def test_the_python_example_runs(monkeypatch):
@@ -43,6 +46,18 @@ def test_the_make_targets_exist():
     named = re.findall(r"^make (\S+)", README, flags=re.MULTILINE)
     assert named == ["demo", "test"]
     assert all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in named)
+
+
+COMMANDS = re.findall(r"^vit-memory ([^#\n]+)", "\n".join(blocks("")), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_the_commands_exist_and_take_these_options(line):
+    words = line.split()
+    name = words[:2] if words[0] == "bundle" else words[:1]
+    told = CliRunner().invoke(app, [*name, "--help"])
+    assert told.exit_code == 0
+    assert all(word in told.output for word in words if word.startswith("--"))
 
 
 def test_the_cost_table_is_the_measured_one():

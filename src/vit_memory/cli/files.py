@@ -40,13 +40,14 @@ def create(
     """Begin a bundle in a new folder."""
     from vit_memory.backbone import load_backbone
     from vit_memory.files.bundle import Bundle, add_files
+    from vit_memory.files.card import counted
     from vit_memory.files.taskfile import read_task
 
     if not files and backbone is None:
         raise typer.BadParameter("give task files, or --backbone for an empty bundle.")
     identity = load_backbone(backbone).identity if backbone else read_task((files or [])[0]).backbone
     bundle = add_files(Bundle.begin(folder, identity), files or [], half=half)
-    typer.echo(f"{folder}: {len(bundle.entries)} tasks for {bundle.backbone.name}")
+    typer.echo(f"{folder}: {counted(len(bundle.entries), 'task')} for {bundle.backbone.name}")
 
 
 @bundle_app.command()
@@ -72,14 +73,16 @@ def remove(folder: BundleFolder, names: Annotated[list[str], typer.Argument(help
 def list_tasks(folder: BundleFolder, as_json: AsJson = False) -> None:
     """List a bundle's tasks."""
     from vit_memory.files.bundle import TASKS, Bundle
-    from vit_memory.files.card import facts
+    from vit_memory.files.card import counted, facts
 
     bundle = Bundle.open(folder)
     told = [facts(folder / TASKS / entry.file, bundle.task(entry.name)) for entry in bundle.entries]
     if as_json:
         typer.echo(json.dumps(told, indent=2, ensure_ascii=False))
         return
-    typer.echo(f"{folder}: {len(told)} tasks for {bundle.backbone.name} ({bundle.backbone.fingerprint[:12]}…)")
+    typer.echo(
+        f"{folder}: {counted(len(told), 'task')} for {bundle.backbone.name} ({bundle.backbone.fingerprint[:12]}…)"
+    )
     for task in told:
         parents = ", ".join(parent["name"] for parent in task["parents"]) or "-"
         typer.echo(
@@ -96,12 +99,13 @@ def check(
     """Read every file of a bundle and make sure that all of it goes together."""
     from vit_memory.backbone import load_backbone
     from vit_memory.files.bundle import Bundle
+    from vit_memory.files.card import counted
 
     bundle = Bundle.open(folder)
     graph = bundle.check()
     if backbone is not None:
         bundle.model(load_backbone(backbone))
-    typer.echo(f"{folder}: {len(graph)} tasks, all files whole, all parents present, one backbone")
+    typer.echo(f"{folder}: {counted(len(graph), 'task')}, all files whole, all parents present, one backbone")
 
 
 def import_reproduction(
@@ -144,6 +148,7 @@ def pull(
 ) -> None:
     """Fetch a bundle from the Hugging Face hub and check it."""
     from vit_memory.files import hub
+    from vit_memory.files.card import counted
 
     bundle = hub.pull(repo, out=out or Path(repo.split("/")[-1]), revision=revision)
-    typer.echo(f"{bundle.folder}: {len(bundle.entries)} tasks for {bundle.backbone.name}")
+    typer.echo(f"{bundle.folder}: {counted(len(bundle.entries), 'task')} for {bundle.backbone.name}")

@@ -29,7 +29,7 @@ def card(path: Path, task: Task) -> str:
     lines = {
         "answers": f"{task.kind}: {', '.join(shown)}",
         "regime": task.regime + (f", {memory}" if task.cells else ""),
-        "learned": f"{task.parameters:,} numbers, {told['bytes'] / 1000:,.1f} kB on disk".replace(",", " "),
+        "learned": f"{task.parameters:_} numbers, {told['bytes'] / 1000:_.1f} kB on disk".replace("_", " "),
         "extends": ", ".join(task.parents) or "nothing",
         "backbone": f"{task.backbone.name} ({task.backbone.family}, width {task.backbone.width}, "
         f"{task.backbone.depth} blocks, fingerprint {task.backbone.fingerprint[:12]}…)",
@@ -39,6 +39,11 @@ def card(path: Path, task: Task) -> str:
         "digest": f"{told['digest'][:12]}…" + (f", float16 of {told['half_of'][:12]}…" if told["half_of"] else ""),
     }
     return "\n".join([f"{task.name}  ({path})", *(f"  {key:10}{value}" for key, value in lines.items())])
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, in words that fit."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _short(values: Any) -> str:
@@ -63,7 +68,7 @@ def model_card(bundle: Bundle, tasks: Sequence[Task], repo: str) -> str:
             "",
             f"# {repo.rsplit('/', maxsplit=1)[-1]}",
             "",
-            f"{len(tasks)} tasks for one frozen {_cell(bundle.backbone.name)} (fingerprint "
+            f"{counted(len(tasks), 'task')} for one frozen {_cell(bundle.backbone.name)} (fingerprint "
             f"`{bundle.backbone.fingerprint[:12]}…`): the original output stays identical to the bit, and all tasks "
             f"answer in one pass.",
             "",
