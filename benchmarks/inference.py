@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification
 
-from benchmarks.measure import compare, seconds, write
+from benchmarks.measure import commit, compare, kept_rows, seconds, write
 from vit_memory import Backbone, MemoryViT, load_backbone, new_task
 from vit_memory.reference import dense_forward
 
@@ -54,6 +54,7 @@ def measure(library: nn.Module, backbone: Backbone, batch: int, count: int, budg
         "flop_limit": limit,
         "over_limit": ours.median / limit,
         "original_equal": equal,
+        "commit": commit(),
     }
     if count:
         dense = compare(lambda: dense_forward(backbone, tasks, images), plain, budget_s=0, least=2)
@@ -110,6 +111,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--tasks", type=int, nargs="+", default=[0, 1, 4, 16, 64])
     parser.add_argument("--seconds", type=float, default=60.0, help="budget per row for the fused pass")
+    parser.add_argument("--keep", action="store_true", help="keep the record's rows that are not measured again")
     parser.add_argument("--table", type=Path, help="print the Markdown table of a record instead of measuring")
     options = parser.parse_args()
     if options.table:
@@ -123,7 +125,8 @@ def main() -> None:
             done.append(row)
             print(line(row), flush=True)
             if options.json:
-                write(options.json, done, dtype="float32", cells=5, pixels=224)
+                kept = kept_rows(options.json, [row["case"] for row in done]) if options.keep else []
+                write(options.json, [*kept, *done], dtype="float32", cells=5, pixels=224)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,12 @@ def compare(work: Work, baseline: Work, *, budget_s: float, least: int = 5) -> R
     return Ratio(statistics.median(ratios), (low, high), len(ratios))
 
 
+def kept_rows(path: Path, cases: Sequence[object]) -> list[dict[str, object]]:
+    """Rows of an earlier record that are not measured again; each remembers its own commit."""
+    earlier: list[dict[str, object]] = json.loads(path.read_text())["rows"] if path.exists() else []
+    return [row for row in earlier if row["case"] not in cases]
+
+
 def write(path: Path, rows: Sequence[dict[str, object]], **notes: object) -> None:
     """Write a benchmark's record; an interrupted write leaves the previous file intact."""
     record = {
@@ -60,7 +66,7 @@ def write(path: Path, rows: Sequence[dict[str, object]], **notes: object) -> Non
             "system": platform.system(),
         },
         "versions": {"python": platform.python_version(), **_versions("torch", "transformers", "timm", "vit-memory")},
-        "commit": _commit(),
+        "commit": commit(),
         "command": " ".join(["python", "-m", "benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
         **notes,
         "rows": list(rows),
@@ -90,7 +96,9 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Which code is measured."""
+
     def git(*arguments: str) -> str:
         here = Path(__file__).parent
         return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=here, check=False).stdout.strip()
