@@ -217,7 +217,7 @@ def seat_tasks(graph: TaskGraph, names: Sequence[str], device: torch.device) -> 
         Group(g.start, g.stop, move(g.ancestors), move(g.cells), None if g.readable is None else move(g.readable))
         for g in seating.groups
     )
-    return Seating(seating.names, groups, seating.cell_rows)
+    return Seating(seating.names, groups)
 
 
 def _keep(task: Task, backbone: Backbone) -> _Kept:

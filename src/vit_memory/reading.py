@@ -35,11 +35,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seating:
-    """Who sits where: the readers in order, their groups, and where each task's cells are in the flat table."""
+    """Who sits where: the readers in order, and their groups. The flat table holds their cells in the same order."""
 
     names: tuple[str, ...]
     groups: tuple[Group, ...]
-    cell_rows: tuple[tuple[int, int], ...]  # per reader, start and stop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +106,7 @@ def seat(names: Sequence[str], ancestors: Sequence[Sequence[int]], cells: Sequen
         ]
         groups.append(_group(start, stop, above, read, zero_row))
         start = stop
-    return Seating(tuple(names[i] for i in order), tuple(groups), tuple(rows))
+    return Seating(tuple(names[i] for i in order), tuple(groups))
 
 
 def _group(start: int, stop: int, above: list[list[int]], read: list[list[int]], zero_row: int) -> Group:

@@ -43,7 +43,6 @@ class TimmEnding:
     """The library's own norm, pooling and head."""
 
     model: Any
-    prefix: int
 
     def __call__(self, tokens: Tensor) -> Original:
         """Last block's output (B, N, D) to what the library returns."""
@@ -152,7 +151,7 @@ class TimmViT:
             rotate=None,
             # One of the two is Identity: with pooled heads the norm comes after the pooling.
             final_norm=timm_model.fc_norm if isinstance(timm_model.norm, nn.Identity) else timm_model.norm,
-            finish=TimmEnding(model, len(prefix)),
+            finish=TimmEnding(model),
             check_size=TimmSize(
                 tuple(patches.img_size), tuple(patches.patch_size), timm_model.dynamic_img_size, patches.dynamic_img_pad
             ),
