@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from vit_memory import Backbone, Task, load_backbone, new_task
 from vit_memory.errors import VitMemoryError
 from vit_memory.evaluation.verification import tiny_models
 from vit_memory.families import Family
+
+_beside = Path(__file__).resolve().parents[2] / "shared"
+SHARED = _beside if (_beside / "data").is_dir() else None  # real images and weights, beside some checkouts
 
 ROUNDING = 1e-5  # promise 2: float32 logits of unit scale
 

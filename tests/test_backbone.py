@@ -12,7 +12,7 @@ from torch import nn
 
 from builders import ROUNDING, images, library_model, tiny_backbone, trained, worst
 from vit_memory import BackboneError, ImageError, MemoryViT, Preprocessing, UnsupportedFamily, load_backbone
-from vit_memory.families import families
+from vit_memory.families import bundled, families
 
 PROCESSORS = {
     "vit": (
@@ -87,7 +87,7 @@ def test_timm_models_come_by_name_and_bring_their_facts(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(facts))
     backbone = load_backbone(f"timm:local-dir:{tmp_path}")
-    assert backbone.preprocessing == Preprocessing(40, (32, 32), (0.5,) * 3, (0.25,) * 3, "bicubic")
+    assert backbone.preprocessing == Preprocessing(40, (32, 32), (0.5,) * 3, (0.25,) * 3, "bicubic", "pillow")
     assert backbone.fingerprint == load_backbone(model).fingerprint
     with torch.no_grad():
         assert torch.equal(MemoryViT(backbone)(images()).original.logits, model(images()))
@@ -166,7 +166,8 @@ def test_sources_that_are_none_get_a_remedy(tmp_path, monkeypatch):
         load_backbone(tmp_path)
     with pytest.raises(BackboneError, match=r"nobody/nothing: cannot be loaded. It is no folder here"):
         load_backbone("nobody/nothing")
-    with pytest.raises(BackboneError, match="ships no bundled backbone"):
+    monkeypatch.setattr(bundled, "WEIGHTS", "elsewhere.safetensors")
+    with pytest.raises(BackboneError, match="weights are missing from this installation. Reinstall vit-memory"):
         load_backbone("bundled")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BackboneError, match=r"needs timm, which is not installed: pip install 'vit-memory\[timm\]'"):

@@ -28,7 +28,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         except RuntimeError as error:
             if "torchvision::" not in str(error):
                 raise
-            import torch  # noqa: PLC0415
+            import torch
 
             _Finder.library = torch.library.Library("torchvision", "DEF")
             for operator in ("nms", "qnms"):

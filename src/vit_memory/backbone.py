@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_memory.errors import BackboneError, ImageError
-from vit_memory.families import Family, family_of
+from vit_memory.families import Family, bundled, family_of
 from vit_memory.families.roles import Preprocessing, Roles
 
 
@@ -150,8 +150,8 @@ def load_backbone(
 ) -> Backbone:
     """Take a pretrained ViT from where it is.
 
-    `source` is a Hugging Face id or folder, `timm:<model name>`, or a live transformers or timm model, which is
-    never changed: the backbone shares its weights and nothing else. Ids and folders are computed in float32 unless
+    `source` is `bundled`, a Hugging Face id or folder, `timm:<model name>`, or a live transformers or timm model, which
+    is never changed: the backbone shares its weights and nothing else. Names and folders are computed in float32 unless
     `dtype` says otherwise; a live model keeps its dtype. `preprocessing` overrides what the model knows of itself.
 
     >>> from transformers import ViTConfig, ViTModel
@@ -187,7 +187,7 @@ def _name_of(model: nn.Module) -> str:
 
 def _load(source: str) -> nn.Module:
     if source == "bundled":
-        raise BackboneError("this version ships no bundled backbone. Give a Hugging Face id, a folder or timm:<name>.")
+        return bundled.load()
     library = "timm" if source.startswith("timm:") else "transformers"
     if importlib.util.find_spec(library) is None:
         raise BackboneError(f"{source}: needs {library}, which is not installed: pip install 'vit-memory[{library}]'")

@@ -7,12 +7,13 @@ Shape letters: B batch, N original tokens, D width, H heads, A = H x head size, 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
 Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
+Resampler = Literal["torch", "torch-float", "pillow"]
 Rotation = tuple[Tensor, Tensor]  # cosines and sines of the patches' rotary positions
 
 
@@ -25,6 +26,17 @@ class Preprocessing:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: Interpolation
+    # Whose arithmetic resizes: torch's on 8-bit pixels (transformers), torch's on pixels already scaled to 0..1
+    # (DINOv3's processor), or Pillow's (timm). They differ by up to two levels of 255 in a few pixels.
+    resampler: Resampler = "torch"
+
+    def at(self, size: int | tuple[int, int]) -> "Preprocessing":
+        """The same way to another image size: the resize keeps its proportion to the crop."""
+        height, width = (size, size) if isinstance(size, int) else size
+        if self.crop is None or self.resize is None or isinstance(self.resize, tuple):
+            return replace(self, resize=(height, width), crop=None)
+        shorter = round(self.resize * min(height, width) / min(self.crop))
+        return replace(self, resize=max(shorter, height, width), crop=(height, width))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -182,6 +182,7 @@ class TimmViT:
             mean=tuple(facts["mean"]),
             std=tuple(facts["std"]),
             interpolation=facts.get("interpolation") or "bicubic",
+            resampler="pillow",
         )
 
     def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:

@@ -203,6 +203,8 @@ def read_preprocessing(source: str) -> Preprocessing | None:
         mean=tuple(stored.get("image_mean") or (0.5, 0.5, 0.5)) if stored.get("do_normalize", True) else (0.0,) * 3,
         std=tuple(stored.get("image_std") or (0.5, 0.5, 0.5)) if stored.get("do_normalize", True) else (1.0,) * 3,
         interpolation=_INTERPOLATIONS[stored.get("resample", 2)],
+        # DINOv3's processor alone scales to 0..1 before it resizes.
+        resampler="torch-float" if str(stored.get("image_processor_type", "")).startswith("DINOv3") else "torch",
     )
 
 
