@@ -15,8 +15,11 @@ PUBLIC = [
     "BackboneError",
     "BackboneIdentity",
     "BackboneMismatch",
+    "BadImage",
     "Bundle",
     "DamagedFile",
+    "DataError",
+    "Dataset",
     "Explanation",
     "FileError",
     "GraphError",
@@ -37,6 +40,7 @@ PUBLIC = [
     "VitMemoryError",
     "load_backbone",
     "new_task",
+    "open_data",
 ]
 
 
@@ -59,7 +63,10 @@ def test_examples_in_docstrings_run(name):
 @pytest.mark.parametrize(
     ("imported", "absent"),
     [
-        ("vit_memory, vit_memory.cli", ("torch", "transformers", "timm")),  # --help does not wait for torch
+        (
+            "vit_memory, vit_memory.cli",
+            ("torch", "numpy", "PIL", "transformers", "timm"),
+        ),  # --help does not wait for torch
         ("vit_memory.model, vit_memory.reference, vit_memory.families.vit", ("transformers", "timm")),
     ],
 )

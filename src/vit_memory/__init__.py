@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vit_memory.backbone import Backbone, BackboneIdentity, load_backbone
+    from vit_memory.data.sources import Dataset, open_data
     from vit_memory.errors import (
         BackboneError,
         BackboneMismatch,
+        BadImage,
         DamagedFile,
+        DataError,
         FileError,
         GraphError,
         ImageError,
@@ -35,8 +38,11 @@ __all__ = [
     "BackboneError",
     "BackboneIdentity",
     "BackboneMismatch",
+    "BadImage",
     "Bundle",
     "DamagedFile",
+    "DataError",
+    "Dataset",
     "Explanation",
     "FileError",
     "GraphError",
@@ -57,10 +63,12 @@ __all__ = [
     "VitMemoryError",
     "load_backbone",
     "new_task",
+    "open_data",
 ]
 
 _HOMES = {
     "backbone": ("Backbone", "BackboneIdentity", "load_backbone"),
+    "data.sources": ("Dataset", "open_data"),
     "explanation": ("Explanation",),
     "files.bundle": ("Bundle",),
     "families.roles": ("Original", "Preprocessing"),

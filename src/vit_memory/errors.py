@@ -8,6 +8,8 @@ VitMemoryError
 ├── GraphError               these tasks do not go together
 │   └── UnknownTask          a name that no attached task has
 ├── ImageError               these images cannot be read by this backbone
+├── DataError                a source of images cannot be opened, or not be used for this
+│   └── BadImage             one image in it cannot be decoded
 └── FileError                a file or bundle cannot be read or written
     ├── DamagedFile          it is not what it says it is
     ├── NewerFormat          a later version wrote it
@@ -50,6 +52,23 @@ class UnknownTask(GraphError, KeyError):  # noqa: N818 - a KeyError too: graphs 
 
 class ImageError(VitMemoryError):
     """These images cannot be read by this backbone."""
+
+
+class DataError(VitMemoryError):
+    """A source of images cannot be opened, or cannot be used for what was asked."""
+
+
+class BadImage(DataError):  # noqa: N818 - reads as what it says
+    """One image cannot be decoded."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name = name
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type["BadImage"], tuple[str, str]]:
+        """Travels from worker processes."""
+        return BadImage, (self.name, self.reason)
 
 
 class FileError(VitMemoryError):

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from vit_memory.cli import files, verify
+from vit_memory.cli import data, files, verify
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -14,6 +14,7 @@ def about() -> None:
     """One frozen vision transformer that learns any number of new image tasks, untouched."""
 
 
+app.command("data")(data.data)
 app.command("verify")(verify.verify)
 app.command("inspect")(files.inspect)
 app.add_typer(files.bundle_app, name="bundle")

@@ -148,4 +148,5 @@ def _preprocessing(told: Mapping[str, Any] | None) -> Preprocessing | None:
         mean=tuple(told["mean"]),
         std=tuple(told["std"]),
         interpolation=told["interpolation"],
+        resampler=told.get("resampler", "torch"),  # files of 0.1.0's first days do not say
     )

@@ -1,0 +1,101 @@
+"""vit-memory data: look at images before anything is trained on them."""
+
+import enum
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from vit_memory.data.summary import Summary
+
+SHOWN_CLASSES, SHOWN_BAD = 20, 10
+
+
+class Check(str, enum.Enum):
+    """How closely to look."""
+
+    decode = "decode"
+    headers = "headers"
+    none = "none"
+
+
+# What every command that reads DATA takes.
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="DATA",
+        show_default=False,
+        help="A folder of class folders (or of train/, val/, test/ with such), a .csv or .jsonl with file and label, "
+        "an .npz, a folder of IDX files, .parquet, hf:<dataset>[:config], digits, or the name of a known dataset.",
+    ),
+]
+DataDir = Annotated[Path | None, typer.Option(help="Where a named dataset lies unpacked.", show_default=False)]
+Download = Annotated[bool, typer.Option("--download", help="Fetch a named dataset into --data-dir with torchvision.")]
+ImageColumn = Annotated[str | None, typer.Option(help="A table's column of images.  [default: file or image]")]
+LabelColumn = Annotated[str, typer.Option(help="A table's column of labels.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the splits that have to be drawn.")]
+
+
+def data(
+    source: Source,
+    data_dir: DataDir = None,
+    download: Download = False,
+    image_column: ImageColumn = None,
+    label_column: LabelColumn = "label",
+    seed: Seed = 0,
+    check: Annotated[Check, typer.Option(help="Decode every image, read its header only, or neither.")] = Check.decode,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON instead of a page.")] = False,
+) -> None:
+    """Print what is in DATA: classes, counts, splits, sizes, and which files are bad."""
+    from vit_memory.data.loading import default_workers
+    from vit_memory.data.sources import open_data
+    from vit_memory.data.summary import summarise
+
+    dataset = open_data(
+        source,
+        data_dir=data_dir,
+        download=download,
+        image_column=image_column,
+        label_column=label_column,
+        seed=seed,
+    )
+    progress = _progress if sys.stderr.isatty() else None
+    summary = summarise(dataset, check=check.value, workers=default_workers(), progress=progress)
+    typer.echo(json.dumps(summary.as_json(), indent=2, ensure_ascii=False) if as_json else page(summary))
+
+
+def page(summary: "Summary") -> str:
+    """The summary for a person to read."""
+    shape = f"{summary.source}: {_count(len(summary.labels), 'class', 'classes')}, {summary.kind}"
+    lines = [shape, ""]
+    for name, counts in summary.counts.items():
+        lines.append(f"  {name:12}{sum(counts.values()):8}  {summary.origin[name]}")
+    if summary.sizes is not None:
+        small, middle, large = (" × ".join(map(str, summary.sizes[k])) for k in ("smallest", "median", "largest"))
+        formats = ", ".join(f"{count} {name}" for name, count in summary.formats.items())
+        span = f"all {small}" if small == large else f"{small} to {large}, median {middle}"
+        lines += ["", f"  pixels      {span} ({formats})"]
+    lines += ["", "  " + "class".ljust(32) + "".join(f"{name:>12}" for name in summary.counts)]
+    for label in summary.labels[:SHOWN_CLASSES]:
+        shown = label if len(label) <= 30 else label[:29] + "…"
+        lines.append("  " + shown.ljust(32) + "".join(f"{counts[label]:12}" for counts in summary.counts.values()))
+    if len(summary.labels) > SHOWN_CLASSES:
+        lines.append(f"  … and {len(summary.labels) - SHOWN_CLASSES} more (--json lists all)")
+    lines += [""] if summary.notes() else []
+    lines += [f"note: {note}" for note in summary.notes()]
+    lines += [f"  {name}: {reason}" for name, reason in list(summary.bad.items())[:SHOWN_BAD]]
+    if len(summary.bad) > SHOWN_BAD:
+        lines.append(f"  … and {len(summary.bad) - SHOWN_BAD} more (--json lists all)")
+    return "\n".join(lines)
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _progress(seen: int, total: int) -> None:
+    sys.stderr.write(f"\rlooked at {seen} of {total} images" + ("\n" if seen == total else ""))
+    sys.stderr.flush()

@@ -1,0 +1,1 @@
+"""Images in: sources, splits, decoding, transforms, batches."""

@@ -1,0 +1,330 @@
+"""Readers of the layouts that labelled images come in: each turns one into named parts of images and label names."""
+
+import csv
+import gzip
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vit_memory.data.decoding import EXTENSIONS
+from vit_memory.data.images import ImageArray, ImageFiles, ImageRows, Images
+from vit_memory.errors import DataError
+
+PARTS = {
+    "train": "train", "training": "train",
+    "val": "validation", "valid": "validation", "validation": "validation", "dev": "validation",
+    "test": "test", "testing": "test",
+}  # fmt: skip
+LAYOUTS = """Understood are:
+  a folder of class folders:          DATA/cats/1.jpg, DATA/dogs/2.jpg
+  such folders under split names:     DATA/train/cats/1.jpg, DATA/val/…, DATA/test/…
+  a table, .csv or .jsonl:            columns file and label (and split, if you like); paths relative to the table
+  an .npz pack:                       x_train, y_train, x_test, y_test, classes
+  a folder of IDX files:              train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-… (.gz or not)
+  .parquet, a file or a folder:       columns image and label
+  hf:<dataset>[:config]               through Hugging Face datasets
+  a name:                             digits, cifar10, cifar100, imagenet-1k, inaturalist-2017, inaturalist-2021,
+                                      places365, sun397 (all but digits with --data-dir)"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What a reader found under one split name."""
+
+    images: Images
+    labels: Sequence[str]  # a name for each image
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """What a reader found."""
+
+    kind: str
+    parts: Mapping[str, Part]  # by "train", "validation", "test"; "all" where nothing says
+    classes: Sequence[str] | None = None  # their order, where the source knows one
+    ignored: Sequence[str] = ()  # files that are no images by their names
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which columns of a table hold the images and the labels."""
+
+    image: str | None = None
+    label: str = "label"
+
+
+def read_folder(folder: Path) -> Found:
+    """Class folders, or split folders of class folders."""
+    children = [
+        child for child in sorted(folder.iterdir()) if child.is_dir() and not child.name.startswith((".", "__"))
+    ]
+    parts = {child: PARTS[child.name.lower()] for child in children if child.name.lower() in PARTS}
+    ignored: list[str] = []
+    # All or nothing, and at least two: a single class of toy trains is a class.
+    if len(parts) >= 2 and len(parts) == len(children):
+        if len(set(parts.values())) < len(parts):
+            raise DataError(f"{folder}: two folders for one split: {', '.join(child.name for child in parts)}.")
+        return Found("folder", {name: classes_in(child, ignored) for child, name in parts.items()}, ignored=ignored)
+    loose = [path.name for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS and path.is_file()]
+    if not children and loose:
+        raise DataError(
+            f"{folder}: {len(loose)} images, but no class folders, so nothing says what they show. {LAYOUTS}"
+        )
+    return Found("folder", {"all": classes_in(folder, ignored)}, ignored=ignored)
+
+
+def classes_in(folder: Path, ignored: list[str]) -> Part:
+    """Every image below a class folder, however deep; other files' names are added to `ignored`."""
+    paths, labels = [], []
+    for child in sorted(folder.iterdir()):
+        if not child.is_dir():
+            if not child.name.startswith("."):
+                ignored.append(str(child))
+            continue
+        if child.name.startswith((".", "__")):
+            continue
+        for parent, folders, names in os.walk(child):
+            folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+            for name in sorted(names):
+                path = Path(parent) / name
+                if name.startswith(".") or name == "Thumbs.db":
+                    continue
+                if path.suffix.lower() in EXTENSIONS:
+                    paths.append(str(path))
+                    labels.append(child.name)
+                else:
+                    ignored.append(str(path))
+    return Part(ImageFiles(tuple(paths)), labels)
+
+
+def read_table(path: Path, columns: Columns) -> Found:
+    """A CSV, TSV or JSONL with a file and a label in every row, and perhaps a split."""
+    rows = list(_json_rows(path) if path.suffix.lower() == ".jsonl" else _csv_rows(path))
+    file_column = columns.image or "file"
+    faults: list[str] = []
+    gathered: dict[str, tuple[list[str], list[str]]] = {}
+    for line, row in rows:
+        file, label = str(row.get(file_column) or "").strip(), row.get(columns.label)
+        told = str(row.get("split") or "all").strip().lower()
+        part = "all" if told == "all" else PARTS.get(told)
+        label = "" if label is None else str(label).strip()
+        if not file or not label:
+            missing = [name for name, value in ((file_column, file), (columns.label, label)) if not value]
+            faults.append(f"line {line}: no {' and no '.join(missing)}")
+        elif part is None:
+            faults.append(f"line {line}: split is {told!r}; expected train, val or test")
+        else:
+            paths, labels = gathered.setdefault(part, ([], []))
+            paths.append(str(path.parent / file))
+            labels.append(label)
+    if faults:
+        has = ", ".join(map(str, rows[0][1])) if rows else "nothing"
+        raise DataError(
+            f"{path}: {len(faults)} rows cannot be used. {'; '.join(faults[:5])}{' …' if len(faults) > 5 else ''}. "
+            f"The columns are {has}; others than file and label are named by --image-column and --label-column."
+        )
+    if "all" in gathered and len(gathered) > 1:
+        raise DataError(f"{path}: {len(gathered['all'][0])} rows name no split and others do. Name one for every row.")
+    parts = {name: Part(ImageFiles(tuple(paths)), labels) for name, (paths, labels) in gathered.items()}
+    return Found(path.suffix.lower().removeprefix("."), parts)
+
+
+def _csv_rows(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+        try:
+            for row in reader:
+                yield reader.line_num, row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: not a table after line {reader.line_num} ({error}).") from error
+
+
+def _json_rows(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    with path.open(encoding="utf-8-sig") as file:
+        for line, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except ValueError as error:
+                raise DataError(f"{path}: line {line} is no JSON ({error}).") from error
+            if not isinstance(row, dict):
+                raise DataError(
+                    f"{path}: line {line} is a {type(row).__name__}; expected an object with file and label."
+                )
+            yield line, row
+
+
+def read_npz(path: Path, columns: Columns) -> Found:
+    """A numpy pack of arrays. Object arrays are refused, for reading them would run code."""
+    try:
+        with np.load(path, allow_pickle=False) as pack:
+            arrays = {name: pack[name] for name in pack.files}
+    except (OSError, ValueError, EOFError, KeyError) as error:
+        raise DataError(f"{path}: not a readable .npz of plain arrays ({error}).") from error
+    if "x_train" not in arrays:
+        held = ", ".join(arrays) or "nothing"
+        raise DataError(f"{path}: holds {held}; expected x_train, y_train, and if you like x_test, y_test, classes.")
+    parts = {}
+    names = None if "classes" not in arrays else [str(name) for name in arrays["classes"].tolist()]
+    for suffix, name in (("train", "train"), ("val", "validation"), ("test", "test")):
+        if f"x_{suffix}" in arrays:
+            x, y = arrays[f"x_{suffix}"], arrays.get(f"y_{suffix}")
+            if y is None or y.shape[:1] != x.shape[:1] or y.size != len(x):
+                shapes = f"x_{suffix} is {x.shape}, y_{suffix} is {None if y is None else y.shape}"
+                raise DataError(f"{path}: {shapes}; expected one label per image.")
+            where = f"{path}:x_{suffix}"
+            parts[name] = Part(ImageArray.whole(where, x), _named(y.reshape(-1), names, f"{path}: y_{suffix}"))
+    if set(parts) == {"train"}:
+        parts = {"all": parts["train"]}
+    return Found("npz", parts, names)
+
+
+def read_idx(folder: Path) -> Found:
+    """MNIST's format; the labels of EMNIST's and Fashion-MNIST's files are numbers too."""
+    parts: dict[str, Part] = {}
+    for path in sorted(folder.iterdir()):
+        stem = path.name.removesuffix(".gz")
+        if not stem.endswith("idx3-ubyte"):
+            continue
+        beside = stem.replace("images", "labels").replace("idx3", "idx1")
+        labels = next((p for p in (path.with_name(beside), path.with_name(beside + ".gz")) if p.exists()), None)
+        if labels is None:
+            raise DataError(f"{path}: its labels are not beside it; expected {beside} or {beside}.gz.")
+        images, numbers = _idx(path, 3), _idx(labels, 1)
+        if len(images) != len(numbers):
+            raise DataError(f"{path}: {len(images)} images, but {labels.name} holds {len(numbers)} labels.")
+        name = "train" if "train" in stem else "test"
+        if name in parts:
+            raise DataError(f"{path}: a second file of {name} images. Keep one, as .gz or not.")
+        parts[name] = Part(ImageArray.whole(str(path), images), [str(n) for n in numbers.tolist()])
+    return Found("idx", {"all": parts["train"]} if set(parts) == {"train"} else parts)
+
+
+def _idx(path: Path, dimensions: int) -> np.ndarray:
+    """Two zero bytes, the type (8: uint8), the number of dimensions, each size as a big-endian uint32, the values."""
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path}: cannot be read ({error}).") from error
+    begins = struct.pack(">HBB", 0, 8, dimensions)
+    if raw[:4] != begins:
+        raise DataError(f"{path}: begins with {raw[:4].hex(' ')}, an IDX file of such values with {begins.hex(' ')}.")
+    sizes = struct.unpack_from(f">{dimensions}I", raw, 4) if len(raw) >= 4 + 4 * dimensions else (0,)
+    count = int(np.prod(sizes, dtype=np.int64))
+    start = 4 + 4 * dimensions
+    if len(raw) - start != count:
+        raise DataError(f"{path}: {len(raw) - start} bytes of values where its header promises {count}: it is cut off.")
+    return np.frombuffer(raw, np.uint8, count, start).reshape(sizes)
+
+
+def read_parquet(path: Path, columns: Columns) -> Found:
+    """Parquet in Hugging Face's style; a folder's files are told apart by their names (train…, test…)."""
+    try:
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise DataError(f"{path}: parquet needs pyarrow: pip install 'vit-memory[datasets]'") from error
+    gathered: dict[str, list[Path]] = {}
+    for file in sorted(path.glob("*.parquet")) if path.is_dir() else [path]:
+        told = file.stem.lower().replace("_", "-").split("-")[0]
+        gathered.setdefault(PARTS.get(told, "all"), []).append(file)
+    if "all" in gathered and len(gathered) > 1:
+        raise DataError(
+            f"{path}: {gathered['all'][0].name} names no split, others do. Begin file names with train, test."
+        )
+    if set(gathered) == {"train"}:
+        gathered = {"all": gathered["train"]}
+    parts: dict[str, Part] = {}
+    classes: Sequence[str] | None = None
+    for name, files in gathered.items():
+        try:
+            table = pq.read_table(files, memory_map=True)
+        except Exception as error:  # pyarrow has its own tree of errors
+            raise DataError(f"{path}: {', '.join(f.name for f in files)} cannot be read ({error}).") from error
+        image = columns.image or "image"
+        for column in (image, columns.label):
+            if column not in table.column_names:
+                raise DataError(
+                    f"{files[0]}: no column {column!r} among {', '.join(table.column_names)}. "
+                    f"Name the right ones with --image-column and --label-column."
+                )
+        told = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
+        feature = told.get("info", {}).get("features", {}).get(columns.label, {})
+        classes = feature.get("names") or classes
+        source = str(path if len(files) > 1 else files[0])
+        values = table.column(columns.label).to_pylist()
+        pixels = ImageRows(
+            source, table.column(image), np.arange(table.num_rows), path if path.is_dir() else path.parent
+        )
+        parts[name] = Part(pixels, _named(values, classes, f"{source}: {columns.label}"))
+    return Found("parquet", parts, classes)
+
+
+def read_hub(asked: str, columns: Columns) -> Found:
+    """Whatever Hugging Face datasets can open: an id with a config, a local folder, a builder's name."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"hf:{asked} needs Hugging Face datasets: pip install 'vit-memory[datasets]'") from error
+    name, _, config = asked.partition(":")
+    try:
+        loaded = datasets.load_dataset(name, config or None)
+    except Exception as error:  # the library raises of every kind, from missing files to refused connections
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(f"hf:{asked}: datasets cannot open it ({first}).") from error
+    parts: dict[str, Part] = {}
+    classes: Sequence[str] | None = None
+    for key, table in loaded.items():
+        part = PARTS.get(str(key).split("[")[0].lower())
+        if part is None:
+            continue
+        image = columns.image or next((n for n, f in table.features.items() if isinstance(f, datasets.Image)), "image")
+        if image not in table.features or columns.label not in table.features:
+            raise DataError(
+                f"hf:{asked}: no columns {image!r} and {columns.label!r} among {', '.join(table.features)}. "
+                f"Name the right ones with --image-column and --label-column."
+            )
+        feature = table.features[columns.label]
+        classes = getattr(feature, "names", None) or classes
+        values = list(table[columns.label])
+        if all(value in (None, -1) for value in values):  # a test split whose labels are kept secret
+            continue
+        labels = _named(values, classes, f"hf:{asked} {key}")
+        column = table.cast_column(image, datasets.Image(decode=False))[image]
+        parts[part] = Part(ImageRows(f"hf:{asked} {key}", column, np.arange(len(labels))), labels)
+    if set(parts) == {"train"}:
+        parts = {"all": parts["train"]}
+    return Found("hf", parts, classes)
+
+
+def read_digits() -> Found:
+    """1797 handwritten digits, 8 × 8 pixels, that come with scikit-learn."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise DataError("digits come with scikit-learn, which is missing: pip install scikit-learn") from error
+    digits = load_digits()
+    pixels = np.clip(digits.images * (255 / 16) + 0.5, 0, 255).astype(np.uint8)
+    return Found("digits", {"all": Part(ImageArray.whole("digits", pixels), [str(n) for n in digits.target])})
+
+
+def _named(values: Any, classes: Sequence[str] | None, where: str) -> list[str]:
+    """Labels as names: numbers are looked up in the class list where there is one."""
+    values = values.tolist() if isinstance(values, np.ndarray) else list(values)
+    if classes is None:
+        missing = sum(value is None for value in values)
+        if missing:
+            raise DataError(f"{where}: {missing} of {len(values)} rows hold no label.")
+        return [str(value) for value in values]
+    out = [
+        value for value in values if not (isinstance(value, int) and 0 <= value < len(classes)) and value not in classes
+    ]
+    if out:
+        raise DataError(f"{where}: label {out[0]!r} is none of the {len(classes)} classes.")
+    return [classes[value] if isinstance(value, int) else value for value in values]

@@ -1,0 +1,164 @@
+"""Batches of images: read, decoded and transformed by worker processes, in a given order, bad ones told by name.
+
+A worker makes whole batches of 8-bit pixels; the receiving process only normalises them. What comes out depends on
+the split, the transform, the order and the seed alone, never on how many workers there are.
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from vit_memory.data.decoding import Encoded, decode
+from vit_memory.data.splits import Split
+from vit_memory.data.transforms import Training, Transform
+from vit_memory.errors import BadImage, DataError
+
+OnBadImage = Literal["fail", "skip"]
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Some images of a split, ready for the backbone."""
+
+    images: Tensor  # (B, 3, height, width) float32, normalised
+    labels: Tensor  # (B,) int64
+    indices: Tensor  # (B,) int64, their places in the split
+
+
+@dataclass(slots=True)
+class BadImages:
+    """The images that could not be used, with the reason, each told once."""
+
+    reasons: dict[str, str] = field(default_factory=dict)  # by name
+
+    def add(self, name: str, reason: str) -> None:
+        """Remember one, and log it the first time."""
+        if name not in self.reasons:
+            log.warning("skipped %s: %s", name, reason)
+            self.reasons[name] = reason
+
+    def __len__(self) -> int:
+        return len(self.reasons)
+
+    def write(self, path: Path) -> None:
+        """One line each: name, tab, reason."""
+        lines = [f"{name}\t{reason}\n" for name, reason in sorted(self.reasons.items())]
+        path.write_text("".join(lines), encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loader:
+    """How batches of a split are made. Iterate with `batches(order, seed)`, once per epoch."""
+
+    split: Split
+    transform: Transform
+    batch_size: int
+    workers: int = 0
+    on_bad_image: OnBadImage = "fail"
+    bad: BadImages = field(default_factory=BadImages)
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise DataError(f"the batch size is {self.batch_size}; expected 1 or more.")
+        if not len(self.split):
+            raise DataError("the split holds no images.")
+
+    def batches(self, order: Sequence[int] | None = None, view: int = 0, seed: int = 0) -> Iterator[Batch]:
+        """Batches in that order of places in the split; `view` and `seed` choose the augmentation of every image."""
+        places = list(range(len(self.split))) if order is None else [int(i) for i in order]
+        groups = [places[i : i + self.batch_size] for i in range(0, len(places), self.batch_size)]
+        work = _Work(self.split, self.transform, groups, seed, view, self.on_bad_image)
+        made: Any = (
+            (work[i] for i in range(len(groups)))
+            if self.workers == 0
+            else DataLoader(
+                work,
+                batch_size=None,
+                num_workers=min(self.workers, len(groups)),
+                prefetch_factor=4,
+                worker_init_fn=_one_thread,
+            )
+        )
+        for result in made:
+            if isinstance(result, BadImage):
+                raise BadImage(
+                    result.name, f"{result.reason}. Mend or remove it, or leave bad images out: --on-bad-image skip"
+                )
+            pixels, indices, bad = result
+            for name, reason in bad:
+                self.bad.add(name, reason)
+            if len(indices):
+                labels = torch.from_numpy(self.split.labels)[indices]
+                yield Batch(self.transform.normalised(pixels), labels, indices)
+        if self.bad and len(self.bad) >= len(places):
+            raise DataError(
+                f"every one of the {len(places)} images is bad; the first: {next(iter(self.bad.reasons.items()))}"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work(Dataset[Any]):
+    """One item is one batch, so that a worker stacks its own images."""
+
+    split: Split
+    transform: Transform
+    groups: Sequence[Sequence[int]]
+    seed: int
+    view: int
+    on_bad_image: OnBadImage
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor, list[tuple[str, str]]] | BadImage:
+        made, places, bad = [], [], []
+        for place in self.groups[i]:
+            try:
+                made.append(load_one(self.split, place, self.transform, view_seed(self.seed, self.view, place)))
+                places.append(place)
+            except BadImage as error:
+                if self.on_bad_image == "fail":
+                    return error  # as a value: DataLoader would bury it in a worker's traceback
+                bad.append((error.name, error.reason))
+        pixels = torch.stack(made) if made else torch.empty(0)
+        return pixels, torch.tensor(places, dtype=torch.int64), bad
+
+
+def load_one(split: Split, place: int, transform: Transform, seed: int = 0) -> Tensor:
+    """One image of a split, decoded and transformed: (3, h, w). Raises BadImage."""
+    name = split.images.name(place)
+    source = split.images.read(place)
+    try:
+        if isinstance(source, bytes) and isinstance(transform, Training):
+            file = Encoded(source, name)
+            pixels = file.decode(transform.wants(file.height, file.width, seed))
+            return transform(pixels, seed, (file.height, file.width))
+        return transform(decode(source, name), seed)
+    except BadImage:
+        raise
+    except DataError as error:
+        raise BadImage(name, str(error)) from error
+
+
+def view_seed(seed: int, view: int, place: int) -> int:
+    """The seed of one view of one image: distinct triples, distinct streams."""
+    return (seed * 1_000_003 + view) * 100_000_007 + place
+
+
+def default_workers() -> int:
+    """One per core that this process may use, at most eight."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
+        return min(8, len(os.sched_getaffinity(0)))
+    return min(8, os.cpu_count() or 1)
+
+
+def _one_thread(worker: int) -> None:
+    torch.set_num_threads(1)  # the workers are the parallelism

@@ -1,0 +1,93 @@
+"""Batches depend on the split, the transform, the order and the seed; not on workers, batch size or luck."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.odd_images import encoded, scene
+from data.test_sources import pictures, write_folder
+from vit_memory.data.images import ImageFiles
+from vit_memory.data.loading import BadImages, Loader, load_one, view_seed
+from vit_memory.data.sources import open_data
+from vit_memory.data.splits import Split
+from vit_memory.data.transforms import Evaluation, Training
+from vit_memory.errors import DataError
+from vit_memory.families.bundled import PREPROCESSING
+
+
+@pytest.fixture
+def split(tmp_path):
+    return open_data(write_folder(tmp_path, pictures(12))).train
+
+
+def gathered(loader, **how):
+    batches = list(loader.batches(**how))
+    return [torch.cat([getattr(b, field) for b in batches]) for field in ("images", "labels", "indices")]
+
+
+@pytest.mark.parametrize(
+    "transform", [Evaluation(PREPROCESSING), Training(PREPROCESSING)], ids=["evaluation", "training"]
+)
+def test_workers_and_batch_size_change_nothing(split, transform):
+    order = np.random.default_rng(0).permutation(len(split))
+    alone = gathered(Loader(split, transform, batch_size=1), order=order, view=2, seed=5)
+    for batch_size, workers in ((7, 0), (5, 2), (100, 1)):
+        made = gathered(Loader(split, transform, batch_size, workers), order=order, view=2, seed=5)
+        assert all(torch.equal(a, b) for a, b in zip(alone, made, strict=True))
+    assert alone[2].tolist() == order.tolist()
+    assert alone[1].tolist() == split.labels[order].tolist()
+
+
+def test_another_view_or_seed_is_another_augmentation_of_the_same_images(split):
+    loader = Loader(split, Training(PREPROCESSING), batch_size=8)
+    first, *_ = gathered(loader, view=0, seed=0)
+    assert torch.equal(first, gathered(loader, view=0, seed=0)[0])
+    for other in (gathered(loader, view=1, seed=0)[0], gathered(loader, view=0, seed=1)[0]):
+        assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_no_two_images_views_or_seeds_share_their_randomness():
+    seeds = {view_seed(s, v, p) for s in range(4) for v in range(50) for p in range(100)}
+    assert len(seeds) == 4 * 50 * 100
+
+
+def test_bad_images_are_told_once_and_written_as_a_report(tmp_path):
+    write_folder(tmp_path / "d", pictures(6))
+    for i in range(20):
+        (tmp_path / f"d/ant/bad{i}.jpg").write_bytes(b"%d" % i)
+    split = open_data(tmp_path / "d").train
+    bad = BadImages()
+    loader = Loader(split, Evaluation(PREPROCESSING), batch_size=4, on_bad_image="skip", bad=bad)
+    for _ in range(2):
+        assert sum(len(batch.labels) for batch in loader.batches()) == len(split) - len(bad)
+    assert len(bad) > 5
+    bad.write(tmp_path / "bad.tsv")
+    lines = (tmp_path / "bad.tsv").read_text().splitlines()
+    assert len(lines) == len(bad)
+    assert all("bad" in line and "\tnot an image" in line for line in lines)
+
+
+def test_a_split_of_nothing_but_bad_images_is_an_error_not_an_empty_epoch(tmp_path):
+    for label in ("a", "b"):
+        (tmp_path / label).mkdir()
+        for i in range(4):
+            (tmp_path / label / f"{i}.png").write_bytes(b"%d" % i + label.encode())
+    loader = Loader(open_data(tmp_path).train, Evaluation(PREPROCESSING), batch_size=2, on_bad_image="skip")
+    with pytest.raises(DataError, match="every one of the .* images is bad"):
+        list(loader.batches())
+
+
+def test_an_image_turned_by_exif_and_decoded_small_is_the_same_view_as_the_upright_one(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    big = scene(1600, 1200)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a/upright.jpg").write_bytes(encoded(big, "JPEG", quality=95))
+    turned = big.transpose(Image.Transpose.ROTATE_90)
+    (tmp_path / "b/turned.jpg").write_bytes(encoded(turned, "JPEG", quality=95, exif=exif))
+    split = Split.of(ImageFiles((str(tmp_path / "a/upright.jpg"), str(tmp_path / "b/turned.jpg"))), [0, 1])
+    for seed in range(8):
+        upright, back = (load_one(split, i, Training(PREPROCESSING), seed).float() for i in (0, 1))
+        assert (upright - back).abs().mean() < 4  # of 255

@@ -1,0 +1,129 @@
+"""Every odd, broken and hostile image ends as the picture a viewer shows, or as a reason with its name."""
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from data.odd_images import BAD, GOOD, GREY, SEE_THROUGH, encoded, scene
+from vit_memory.cli import app
+from vit_memory.data import decoding
+from vit_memory.data.decoding import decode
+from vit_memory.data.images import ImageFiles
+from vit_memory.data.loading import Loader, load_one
+from vit_memory.data.sources import open_data
+from vit_memory.data.splits import Split
+from vit_memory.data.transforms import Evaluation, Training
+from vit_memory.errors import BadImage
+from vit_memory.families.bundled import PREPROCESSING
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:PIL.*")
+ODD = {**GOOD, **GREY, **SEE_THROUGH}
+
+
+def corners(pixels):
+    """Colours in the middle of the four quarters, left to right, top to bottom."""
+    _, height, width = pixels.shape
+    return [
+        tuple(pixels[:, y, x].tolist()) for y in (height // 4, 3 * height // 4) for x in (width // 4, 3 * width // 4)
+    ]
+
+
+@pytest.fixture(params=["simplejpeg", "Pillow"])
+def decoder(request, monkeypatch):
+    if request.param == "simplejpeg":
+        pytest.importorskip("simplejpeg")
+    else:
+        monkeypatch.setattr(decoding, "_simplejpeg", lambda: None)
+    return request.param
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_image_is_decoded_to_what_a_viewer_shows(name, decoder):
+    pixels = decode(ODD[name](), name)
+    shown = scene()
+    if name in GREY:
+        shown = shown.convert("L").convert("RGB")
+    if name in SEE_THROUGH:
+        shown.paste((255, 255, 255), (32, 0, 64, 48))
+    assert pixels.dtype == torch.uint8
+    assert pixels.shape == (3, 48, 64)
+    expected = corners(torch.from_numpy(np.array(shown)).permute(2, 0, 1))
+    for got, wanted in zip(corners(pixels), expected, strict=True):
+        assert np.abs(np.subtract(got, wanted)).max() <= 4, (name, corners(pixels), expected)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_image_is_refused_with_its_name_and_the_reason(name, decoder, tmp_path):
+    make, reason = BAD[name]
+    (tmp_path / name).write_bytes(make())
+    split = Split.of(ImageFiles((str(tmp_path / name),)), [0])
+    with pytest.raises(BadImage) as refused:
+        load_one(split, 0, Evaluation(PREPROCESSING))
+    assert refused.value.name == str(tmp_path / name)
+    assert re.search(reason, refused.value.reason), refused.value.reason
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes, with every odd and every bad image among the good ones, a broken link and a folder named .jpg."""
+    rng = np.random.default_rng(0)
+    for label in ("left", "right"):
+        (tmp_path / label).mkdir()
+        for i in range(8):
+            noise = Image.fromarray(rng.integers(0, 256, (40, 40, 3), np.uint8))
+            (tmp_path / label / f"fine-{i}.png").write_bytes(encoded(noise, "PNG"))
+    for name, make in ODD.items():
+        (tmp_path / "left" / name).write_bytes(make())
+    for name, (make, _) in BAD.items():
+        (tmp_path / "right" / name).write_bytes(make())
+    (tmp_path / "right" / "broken-link.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    (tmp_path / "right" / "folder.jpg").mkdir()
+    (tmp_path / "right" / "notes.txt").write_text("not an image by its name")
+    return tmp_path
+
+
+def test_a_folder_of_more_than_twenty_odd_kinds_is_read_with_every_bad_one_reported(folder, caplog):
+    dataset = open_data(folder)
+    bad = {**{name: reason for name, (_, reason) in BAD.items()}, "broken-link.jpg": "cannot be read"}
+    assert len(ODD) + len(bad) > 20
+    reported, loaded = {}, 0
+    with caplog.at_level(logging.WARNING):
+        for split in dataset.splits.values():
+            loader = Loader(split, Training(PREPROCESSING), batch_size=4, workers=2, on_bad_image="skip")
+            loaded += sum(len(batch.labels) for batch in loader.batches())
+            # Some images are only too narrow for the evaluation's resize; look with both transforms.
+            judge = Loader(split, Evaluation(PREPROCESSING), batch_size=4, on_bad_image="skip", bad=loader.bad)
+            for batch in judge.batches():
+                assert batch.images.isfinite().all()
+            reported |= loader.bad.reasons
+    assert {name.rsplit("/", 1)[1] for name in reported} == set(bad)
+    for name, reason in reported.items():
+        assert re.search(bad[name.rsplit("/", 1)[1]], reason)
+    assert loaded == 16 + len(ODD) + 1  # too-narrow.png makes a good crop
+    assert "bomb.png" in caplog.text
+
+
+def test_training_stops_at_the_first_bad_image_unless_told_to_skip(folder):
+    split = open_data(folder).train
+    for workers in (0, 2):
+        with pytest.raises(BadImage, match=r"right/.*--on-bad-image skip"):
+            list(Loader(split, Evaluation(PREPROCESSING), batch_size=4, workers=workers).batches())
+
+
+def test_the_data_command_names_the_bad_images(folder):
+    shown = CliRunner().invoke(app, ["data", str(folder)])
+    assert shown.exit_code == 0, shown.output
+    assert "14 bad images" in shown.output  # all but too-narrow.png, which decodes; and the broken link
+    assert "1 files ignored" in shown.output
+    listed = json.loads(CliRunner().invoke(app, ["data", str(folder), "--json"]).output)["bad"]
+    reasons = {Path(bad["image"]).name: bad["reason"] for bad in listed}
+    assert "decompression bomb" in reasons["bomb.png"]
+    assert "cannot be read" in reasons["broken-link.jpg"]
+    assert len(reasons) == 14
