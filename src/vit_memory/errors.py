@@ -10,6 +10,7 @@ VitMemoryError
 ├── ImageError               these images cannot be read by this backbone
 ├── DataError                a source of images cannot be opened, or not be used for this
 │   └── BadImage             one image in it cannot be decoded
+├── TrainingError            a task cannot be trained this way, or training came to nothing
 └── FileError                a file or bundle cannot be read or written
     ├── DamagedFile          it is not what it says it is
     ├── NewerFormat          a later version wrote it
@@ -69,6 +70,10 @@ class BadImage(DataError):  # noqa: N818 - reads as what it says
     def __reduce__(self) -> tuple[type["BadImage"], tuple[str, str]]:
         """Travels from worker processes."""
         return BadImage, (self.name, self.reason)
+
+
+class TrainingError(VitMemoryError):
+    """A task cannot be trained this way, or training came to nothing."""
 
 
 class FileError(VitMemoryError):

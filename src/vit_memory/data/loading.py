@@ -74,8 +74,15 @@ class Loader:
     def batches(self, order: Sequence[int] | None = None, view: int = 0, seed: int = 0) -> Iterator[Batch]:
         """Batches in that order of places in the split; `view` and `seed` choose the augmentation of every image."""
         places = list(range(len(self.split))) if order is None else [int(i) for i in order]
-        groups = [places[i : i + self.batch_size] for i in range(0, len(places), self.batch_size)]
-        work = _Work(self.split, self.transform, groups, seed, view, self.on_bad_image)
+        groups = [(view, places[i : i + self.batch_size]) for i in range(0, len(places), self.batch_size)]
+        return self.planned(groups, seed)
+
+    def planned(self, groups: Sequence[tuple[int, Sequence[int]]], seed: int = 0) -> Iterator[Batch]:
+        """One batch per group of places, each group with the view its images are seen in.
+
+        A plan of many epochs keeps the workers busy across their borders.
+        """
+        work = _Work(self.split, self.transform, groups, seed, self.on_bad_image)
         made: Any = (
             (work[i] for i in range(len(groups)))
             if self.workers == 0
@@ -98,9 +105,10 @@ class Loader:
             if len(indices):
                 labels = torch.from_numpy(self.split.labels)[indices]
                 yield Batch(self.transform.normalised(pixels), labels, indices)
-        if self.bad and len(self.bad) >= len(places):
+        count = len({place for _, places in groups for place in places})
+        if self.bad and len(self.bad) >= count:
             raise DataError(
-                f"every one of the {len(places)} images is bad; the first: {next(iter(self.bad.reasons.items()))}"
+                f"every one of the {count} images is bad; the first: {next(iter(self.bad.reasons.items()))}"
             )
 
 
@@ -110,9 +118,8 @@ class _Work(Dataset[Any]):
 
     split: Split
     transform: Transform
-    groups: Sequence[Sequence[int]]
+    groups: Sequence[tuple[int, Sequence[int]]]
     seed: int
-    view: int
     on_bad_image: OnBadImage
 
     def __len__(self) -> int:
@@ -120,9 +127,10 @@ class _Work(Dataset[Any]):
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor, list[tuple[str, str]]] | BadImage:
         made, places, bad = [], [], []
-        for place in self.groups[i]:
+        view, group = self.groups[i]
+        for place in group:
             try:
-                made.append(load_one(self.split, place, self.transform, view_seed(self.seed, self.view, place)))
+                made.append(load_one(self.split, place, self.transform, view_seed(self.seed, view, place)))
                 places.append(place)
             except BadImage as error:
                 if self.on_bad_image == "fail":

@@ -1,0 +1,1 @@
+"""Training: any number of settings on one pass of a frozen backbone."""

@@ -1,0 +1,211 @@
+"""Promise 5, repeatable: a setting in a sweep is the setting alone, and training leaves everything else bit for bit."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from builders import images, tiny_backbone, trained
+from vit_memory import MemoryViT, Preprocessing, load_backbone, new_task
+from vit_memory.data.images import ImageArray
+from vit_memory.data.splits import Split
+from vit_memory.errors import BackboneMismatch, TrainingError
+from vit_memory.graph import TaskGraph
+from vit_memory.training.loop import Progress, fit
+from vit_memory.training.recipe import Recipe
+from vit_memory.training.sweep import Setting, Sweep
+from vit_memory.trunk import run_trunk
+
+FACTS = Preprocessing((32, 32), None, (0.5,) * 3, (0.25,) * 3, "bilinear")
+LABELS = ("red", "green", "blue")
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return load_backbone(tiny_backbone().model, preprocessing=FACTS)
+
+
+def coloured(count, seed):
+    """Noise with a tint: something to learn, and not at once."""
+    rng = np.random.default_rng(seed)
+    labels = np.arange(count) % 3
+    pixels = rng.integers(60, 200, (count, 32, 32, 3))
+    pixels[np.arange(count), :, :, labels] += 25
+    return Split.of(ImageArray.whole("coloured", pixels.astype(np.uint8)), labels)
+
+
+def fresh(backbone, cells=3, regime="memory", seed=0, **options):
+    generator = torch.Generator().manual_seed(seed)
+    options = {"cells": cells, **options} if regime == "memory" else options
+    return new_task(backbone, "tint", LABELS, regime=regime, generator=generator, **options)
+
+
+def parts(task):
+    return {name: getattr(task, name) for name in ("class_token", "memory", "head_weight", "head_bias")}
+
+
+def assert_same_weights(a, b, atol):
+    for (name, x), y in zip(parts(a).items(), parts(b).values(), strict=True):
+        if x is not None:
+            torch.testing.assert_close(x, y, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+TWELVE = [(cells, seed) for cells in (0, 1, 5) for seed in (0, 1)]
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
+def test_each_of_twelve_settings_ends_with_the_weights_of_its_own_solo_run(backbone, optimiser):
+    recipe = Recipe(
+        steps=12, batch=8, optimiser=optimiser, learning_rates=(0.05, 0.2) if optimiser == "sgd" else (1e-3, 5e-3)
+    )
+    tasks = [fresh(backbone, cells, seed=seed) for cells, seed in TWELVE]
+    train, validation = coloured(24, 1), coloured(12, 2)
+    together = fit(backbone, tasks, train, validation, recipe)
+    assert len(together.settings) == 12
+    for result in together.settings:
+        alone = replace(recipe, learning_rates=(result.setting.learning_rate,))
+        solo = fit(backbone, [result.setting.task], train, validation, alone).settings[0]
+        assert_same_weights(result.task, solo.task, atol=1e-5)
+        assert result.accuracy == solo.accuracy
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
+def test_the_optimisers_are_those_of_torch(backbone, optimiser):
+    recipe = Recipe(steps=6, optimiser=optimiser, learning_rates=(0.01,), weight_decays=(0.1,), warmup=2, clip=0.5)
+    task = trained(backbone, "tint", labels=LABELS, cells=2)
+    sweep = Sweep(backbone, [Setting(task, 0.01, 0.1)], TaskGraph(), recipe)
+    theirs = {name: value.clone().requires_grad_() for name, value in parts(task).items()}
+    made = (
+        torch.optim.SGD(theirs.values(), lr=0.01, momentum=0.9, weight_decay=0.1)
+        if optimiser == "sgd"
+        else torch.optim.AdamW(theirs.values(), lr=0.01, weight_decay=0.1)
+    )
+    stacks = dict(zip(("class_token", "memory", "head_weight", "head_bias"), sweep._stacks, strict=True))
+    generator = torch.Generator().manual_seed(0)
+    for step in range(recipe.steps):
+        for name, value in theirs.items():
+            value.grad = torch.randn(value.shape, generator=generator)
+            shape = stacks[name].values.shape
+            stacks[name].values.grad = value.grad.reshape(shape).clone()
+        torch.nn.utils.clip_grad_norm_(theirs.values(), recipe.clip)
+        made.param_groups[0]["lr"] = 0.01 * recipe.rate_share(step)
+        made.step()
+        assert sweep.step(step, torch.zeros(1)) == []
+    for name, value in parts(sweep.tasks()[0]).items():
+        torch.testing.assert_close(value, theirs[name].detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_trained_is_what_the_model_answers_also_for_extensions(backbone):
+    parent = trained(backbone, "colour", cells=2)
+    grandparent = trained(backbone, "hue", cells=1)
+    parent = replace(parent, parents=("hue",))
+    child = fresh(backbone, 3, parents=["colour"])
+    child = replace(trained(backbone, "tint", labels=LABELS, cells=3), parents=child.parents)
+    plain = trained(backbone, "tint", labels=LABELS, regime="class")
+    batch = images(4)
+    trunk = run_trunk(backbone.roles, batch)
+    for task, above in ((child, [grandparent, parent]), (plain, [])):
+        sweep = Sweep(backbone, [Setting(task, 0.1)] * 2, TaskGraph(above), Recipe())
+        answers = MemoryViT(backbone, [*above, sweep.tasks()[1]])(batch)["tint"]
+        for logits in sweep.logits(trunk):
+            torch.testing.assert_close(logits, answers, rtol=0, atol=1e-5)
+
+
+def test_gradients_are_those_of_the_dense_reference(backbone):
+    from vit_memory.reference import dense_forward
+
+    task = trained(backbone, "tint", labels=LABELS, cells=3)
+    labels = torch.tensor([0, 1, 2, 0])
+    sweep = Sweep(backbone, [Setting(task, 0.1)], TaskGraph(), Recipe())
+    sweep.losses(sweep.logits(run_trunk(backbone.roles, images(4))), labels).sum().backward()
+    leaves = {name: value.clone().requires_grad_() for name, value in parts(task).items()}
+    with_graph = dense_forward.__wrapped__  # without its no_grad
+    logits = with_graph(backbone, [replace(task, **leaves)], images(4))["tint"]
+    F.cross_entropy(logits, labels, reduction="sum").backward()
+    for stack, value in zip(sweep._stacks, leaves.values(), strict=True):
+        torch.testing.assert_close(stack.values.grad.reshape(value.shape), value.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_training_learns_and_leaves_backbone_and_parents_bit_for_bit(backbone):
+    parent = trained(backbone, "colour", cells=2)
+    before = {name: weight.clone() for name, weight in backbone.model.state_dict().items()}
+    parent_before = {name: value.clone() for name, value in parts(parent).items()}
+    seen: list[Progress] = []
+    recipe = Recipe(steps=40, batch=16, learning_rates=(0.1, 0.3), evaluate_every=10, augment="none")
+    tasks = [fresh(backbone, parents=[parent]), fresh(backbone, regime="class", parents=[parent])]
+    result = fit(backbone, tasks, coloured(96, 1), coloured(48, 2), recipe, parents=[parent], report=seen.append)
+    assert result.best.accuracy > 0.8
+    assert [progress.step for progress in seen] == [10, 20, 30, 40]
+    assert np.nanmin(seen[-1].losses) < np.nanmin(seen[0].losses)
+    for name, weight in backbone.model.state_dict().items():
+        assert torch.equal(weight, before[name]), name
+    assert not any(weight.grad is not None for weight in backbone.model.parameters())
+    for name, value in parts(parent).items():
+        assert torch.equal(value, parent_before[name])
+    assert result.best.task.record.metrics == {"validation_accuracy": result.best.accuracy}
+    assert result.best.task.record.recipe["learning_rates"] == [result.best.setting.learning_rate]
+
+
+def test_the_same_seed_gives_the_same_bits_and_chunks_the_same_weights(backbone):
+    recipe = Recipe(steps=6, batch=12, learning_rates=(0.1,))
+    train, validation = coloured(20, 1), coloured(9, 2)
+
+    def run(recipe, workers=0):
+        return fit(backbone, [fresh(backbone)], train, validation, recipe, workers=workers).settings[0].task
+
+    first = run(recipe)
+    assert run(recipe).digest == run(recipe, workers=2).digest == first.digest
+    assert run(replace(recipe, seed=1)).digest != first.digest
+    assert_same_weights(run(replace(recipe, chunk=5)), first, atol=1e-5)
+
+
+def test_a_setting_that_diverges_is_stopped_and_named_while_the_others_go_on(backbone, caplog):
+    recipe = Recipe(steps=8, batch=8, learning_rates=(0.1,), clip=None)
+    broken = fresh(backbone)
+    broken = replace(broken, memory=torch.full_like(broken.memory, 1e30))
+    train, validation = coloured(16, 1), coloured(9, 2)
+    together = fit(backbone, [fresh(backbone, seed=1), broken], train, validation, recipe)
+    alone = fit(backbone, [fresh(backbone, seed=1)], train, validation, recipe)
+    fine, stopped = together.settings
+    assert stopped.accuracy is None
+    assert stopped.stopped_at == 1
+    assert "diverged at step 1 and was stopped" in caplog.text
+    assert_same_weights(fine.task, alone.settings[0].task, atol=1e-5)
+    assert together.best is fine
+    with pytest.raises(TrainingError, match=r"every setting diverged, the last at step 1: .*smaller learning rates"):
+        fit(backbone, [broken], train, validation, recipe)
+
+
+def test_what_cannot_be_trained_is_refused_before_any_work(backbone):
+    train, validation = coloured(12, 1), coloured(6, 2)
+
+    def refused(match, tasks, train=train, validation=validation, error=TrainingError, **options):
+        with pytest.raises(error, match=match):
+            fit(backbone, tasks, train, validation, Recipe(steps=1), **options)
+
+    refused("no tasks to train", [])
+    refused("the validation split holds no images", [fresh(backbone)], validation=validation.select([]))
+    refused("all training images show 'red'", [fresh(backbone)], train=train.select([0, 3, 6]))
+    two = new_task(backbone, "tint", ["a", "b"])
+    refused("label number 2, but task 'tint' answers 2: a, b", [two])
+    refused("cannot be trained beside others", [fresh(backbone, regime="memory-unmasked")])
+    refused("extends colour, but given as parents were none", [fresh(backbone, parents=["colour"])])
+    refused("given as parents were other", [fresh(backbone)], parents=[trained(backbone, "other")])
+    elsewhere = load_backbone(tiny_backbone("deit").model)
+    refused("was made for", [new_task(elsewhere, "tint", LABELS)], error=BackboneMismatch)
+    with pytest.raises(TrainingError, match="does not say how its images are prepared"):
+        fit(tiny_backbone(), [new_task(tiny_backbone(), "tint", LABELS)], train, validation)
+    with pytest.raises(TrainingError, match=r"steps is 0; expected 1 or more; learning_rates is \(\)"):
+        Recipe(steps=0, learning_rates=())
+
+
+def test_the_schedule_warms_up_linearly_and_falls_as_a_cosine_over_optimiser_steps():
+    recipe = Recipe(steps=105, warmup=5)
+    shares = [recipe.rate_share(step) for step in range(105)]
+    assert shares[:5] == [pytest.approx((i + 1) / 6) for i in range(5)]
+    assert max(shares) == shares[5] == 1.0
+    assert shares[55] == pytest.approx(0.5)
+    assert shares[-1] < 0.001
+    assert Recipe.paper().steps == 20_000
