@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from vit_memory.errors import BackboneMismatch, TrainingError
 from vit_memory.families.roles import Preprocessing
 from vit_memory.graph import TaskGraph
 from vit_memory.task import Task
+from vit_memory.training.checkpoint import Standing, read_checkpoint, training_key, write_checkpoint
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.sweep import Setting, Sweep
 from vit_memory.trunk import run_trunk
@@ -70,12 +72,18 @@ def fit(
     workers: int = 0,
     on_bad_image: OnBadImage = "fail",
     report: Callable[[Progress], None] | None = None,
+    checkpoint: Path | None = None,
+    checkpoint_every: int = 50,
+    resume: bool = False,
 ) -> FitResult:
     """Train every task with every learning rate and weight decay of the recipe, all at once.
 
     `tasks` come from `new_task`: the same labels, any memory sizes, starts, seeds and composable regimes. `parents` are
     what they extend, with all ancestors. The backbone is not changed, nor are the parents. The same arguments give the
     same bits on the same machine; each setting ends with the weights it would have had alone, to rounding.
+
+    With a `checkpoint` file, `resume` goes on from it to the same weights as if nothing had happened; a checkpoint of
+    another training is refused.
     """
     recipe = recipe or Recipe()
     facts = _preprocessing(backbone, image_size)
@@ -87,10 +95,15 @@ def fit(
     view = Training(facts, augment=recipe.augment, flip=recipe.flip, area=recipe.area)
     learning = Loader(train, view, min(recipe.batch, len(train)), workers, on_bad_image)
     judging = Loader(validation, Evaluation(facts), recipe.chunk, workers, on_bad_image, learning.bad)
-    stopped: dict[int, int] = {}
+    key = training_key(backbone, sweep, train, validation, facts)
+    since, standing = torch.zeros(len(settings)), Standing(0, {})
+    if resume and checkpoint is not None and checkpoint.exists():
+        since, standing = read_checkpoint(checkpoint, key, sweep)
+    stopped, counted = dict(standing.stopped), standing.counted
     accuracies: Tensor | None = None
-    since, counted = torch.zeros(len(settings)), 0
-    for step, batch in enumerate(_batches(learning, recipe)):
+    if standing.step == recipe.steps:
+        accuracies = _accuracies(sweep, judging)
+    for step, batch in enumerate(_batches(learning, recipe, standing.step), standing.step):
         losses = _learn(sweep, batch, recipe.chunk)
         for i in sweep.step(step, losses):
             log.warning("%s diverged at step %d and was stopped", settings[i].name, step + 1)
@@ -108,6 +121,8 @@ def fit(
                 seen = tuple(accuracies.tolist())
                 report(Progress(step + 1, recipe.steps, tuple((since / counted).tolist()), seen))
             since, counted = torch.zeros(len(settings)), 0
+        if checkpoint is not None and (last or (step + 1) % checkpoint_every == 0):
+            write_checkpoint(checkpoint, key, sweep, since, Standing(step + 1, stopped, counted))
     assert accuracies is not None  # the last step looked
     return FitResult(
         tuple(
@@ -146,19 +161,17 @@ def _accuracies(sweep: Sweep, judging: Loader) -> Tensor:
     return torch.where(sweep.alive, right / count, math.nan).cpu()
 
 
-def _batches(loader: Loader, recipe: Recipe) -> Iterator[Batch]:
-    """recipe.steps batches: every epoch in an order of its own, drawn from the seed, and in a view of its own."""
+def _batches(loader: Loader, recipe: Recipe, start: int) -> Iterator[Batch]:
+    """The batches of steps `start` to the last: every epoch in an order and a view of its own, drawn from the seed."""
     n, size = len(loader.split), loader.batch_size
     per_epoch = math.ceil(n / size)
-    epochs_at_once = max(1, _PLANNED // per_epoch)
-    left = recipe.steps
-    for first in range(0, math.ceil(recipe.steps / per_epoch), epochs_at_once):
+    for first in range(start, recipe.steps, _PLANNED):
         plan: list[tuple[int, list[int]]] = []
-        for epoch in range(first, first + epochs_at_once):
-            order = torch.randperm(n, generator=_generator(recipe.seed, epoch)).tolist()
-            plan += [(epoch, order[i : i + size]) for i in range(0, n, size)]
-        plan = plan[:left]
-        left -= len(plan)
+        for step in range(first, min(first + _PLANNED, recipe.steps)):
+            epoch, place = divmod(step, per_epoch)
+            if step == first or place == 0:
+                order = torch.randperm(n, generator=_generator(recipe.seed, epoch)).tolist()
+            plan.append((epoch, order[place * size : (place + 1) * size]))
         yield from loader.planned(plan, recipe.seed)
 
 

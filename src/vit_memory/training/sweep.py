@@ -7,7 +7,7 @@ setting, and one that diverges is stopped while the others go on.
 Shape letters: B batch, T settings, R those with a class token, S all their cells, C classes, D width, L blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,7 @@ from vit_memory.training.recipe import Recipe
 from vit_memory.trunk import Trunk
 
 _ADAM = (0.9, 0.999, 1e-8)
+_STACKS = ("tokens", "cells", "heads", "biases")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,6 +212,22 @@ class Sweep:
                 stack.values.mul_(1 - rate * decay).sub_(rate * size / spread)
             stack.values.grad = None
         return diverged
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that a later step depends on, by name."""
+        kept: dict[str, Tensor] = {}
+        for name, stack in zip(_STACKS, self._stacks, strict=True):
+            kept |= {name: stack.values, f"{name}.first": stack.first}
+            if self.recipe.optimiser == "adamw":
+                kept[f"{name}.second"] = stack.second
+        return kept
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor], stopped: Iterable[int]) -> None:
+        """Go back to a state of a sweep of the same settings."""
+        for name, here in self.state().items():
+            here.copy_(state[name])  # copied into place: tensors of a file lie unaligned in it, and round differently
+        self.alive[list(stopped)] = False
 
     def tasks(self) -> list[Task]:
         """Every setting's task as it is now, on the CPU."""

@@ -1,0 +1,133 @@
+"""Promise 5, repeatable: a training that was stopped, however and whenever, ends as one that was not."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from training.test_sweep import backbone, coloured, fresh  # noqa: F401 - a fixture
+from vit_memory.errors import DamagedFile, TrainingError
+from vit_memory.training.loop import fit
+from vit_memory.training.recipe import Recipe
+
+RECIPE = Recipe(steps=9, batch=8, learning_rates=(0.05, 0.2), evaluate_every=3)
+
+
+def run(backbone, checkpoint, recipe=RECIPE, **options):  # noqa: F811
+    tasks = [fresh(backbone), fresh(backbone, regime="class")]
+    return fit(backbone, tasks, coloured(20, 1), coloured(9, 2), recipe, checkpoint=checkpoint, **options)
+
+
+class Stop(Exception):  # noqa: N818
+    pass
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
+@pytest.mark.parametrize("at", [3, 6, 9])
+def test_resuming_ends_with_the_same_bits_and_the_same_reports(backbone, tmp_path, optimiser, at):  # noqa: F811
+    recipe = replace(RECIPE, optimiser=optimiser, learning_rates=(0.01, 0.02))
+    told: list[object] = []
+    whole = run(backbone, tmp_path / "whole", recipe, report=told.append)
+
+    def stop(progress):
+        if progress.step == at:
+            raise Stop
+
+    with pytest.raises(Stop):
+        run(backbone, tmp_path / "cut", recipe, report=stop, checkpoint_every=2)
+    again: list[object] = []
+    resumed = run(backbone, tmp_path / "cut", recipe, report=again.append, checkpoint_every=2, resume=True)
+    assert [r.task.digest for r in resumed.settings] == [r.task.digest for r in whole.settings]
+    assert [r.accuracy for r in resumed.settings] == [r.accuracy for r in whole.settings]
+    assert again == told[-len(again) :]
+    finished = run(backbone, tmp_path / "cut", recipe, resume=True)  # nothing left to do
+    assert finished.best.task.digest == whole.best.task.digest
+
+
+def test_a_checkpoint_of_another_training_or_a_damaged_one_is_refused(backbone, tmp_path):  # noqa: F811
+    path = tmp_path / "checkpoint"
+    run(backbone, path)
+    with pytest.raises(TrainingError, match="it belongs to another training: other images, tasks, parents, recipe"):
+        run(backbone, path, replace(RECIPE, seed=1), resume=True)
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedFile):
+        run(backbone, path, resume=True)
+    assert run(backbone, path).best.accuracy is not None  # begun anew, it is simply replaced
+
+
+def test_a_full_disk_during_a_checkpoint_leaves_the_last_good_one(backbone, tmp_path, monkeypatch):  # noqa: F811
+    path = tmp_path / "checkpoint"
+    whole = run(backbone, tmp_path / "whole")
+    real, calls = os.fsync, []
+
+    def full(handle):
+        calls.append(handle)
+        if len(calls) > 2:  # the file and its folder of the first checkpoint went well
+            raise OSError(28, "No space left on device")
+        return real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(Exception, match="No space left on device. The old file, if any, is unchanged"):
+        run(backbone, path, checkpoint_every=4)
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
+    resumed = run(backbone, path, resume=True)
+    assert resumed.best.task.digest == whole.best.task.digest
+
+
+PROGRAM = """
+import sys, torch
+sys.path[:0] = {paths!r}
+torch.set_num_threads(1)
+from pathlib import Path
+from builders import tiny_backbone
+from vit_memory import load_backbone
+from training.test_sweep import FACTS
+from training.test_resume import run
+result = run(load_backbone(tiny_backbone().model, preprocessing=FACTS), Path({path!r}), checkpoint_every=1, resume=True)
+print(*(r.task.digest for r in result.settings))
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_random_moments_and_resumed_it_ends_with_the_same_weights(tmp_path):
+    tests = Path(__file__).parents[1]
+
+    def start(name):
+        program = PROGRAM.format(paths=[str(tests)], path=str(tmp_path / name))
+        return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+
+    clock = time.perf_counter()
+    expected, _ = start("whole").communicate(timeout=120)
+    assert len(expected.split()) == 4
+    took = time.perf_counter() - clock
+    rng = random.Random(0)
+    interrupted = 0
+    for i in range(20):
+        process = start(f"killed-{i}")
+        # Most of a run is importing torch: aim at the part that trains.
+        time.sleep(took * rng.uniform(0.4, 1.0))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        interrupted += process.returncode == -signal.SIGKILL
+        assert start(f"killed-{i}").communicate(timeout=120)[0] == expected
+    assert interrupted >= 10
+
+
+def test_reading_a_checkpoint_leaves_no_tensor_of_the_file_in_use(backbone, tmp_path):  # noqa: F811
+    from vit_memory.graph import TaskGraph
+    from vit_memory.training.sweep import Setting, Sweep
+
+    sweep = Sweep(backbone, [Setting(fresh(backbone), 0.1)], TaskGraph(), RECIPE)
+    homes = {name: value.data_ptr() for name, value in sweep.state().items()}
+    sweep.load_state({name: torch.zeros_like(value) for name, value in sweep.state().items()}, [])
+    assert {name: value.data_ptr() for name, value in sweep.state().items()} == homes
