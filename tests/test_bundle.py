@@ -84,7 +84,7 @@ def test_a_task_brings_its_parents_along_or_says_which_are_missing(tmp_path, dia
     before = list(tmp_path.iterdir())
     result = CliRunner().invoke(app, ["bundle", "create", str(tmp_path / "other"), str(folder / "bottom.safetensors")])
     assert isinstance(result.exception, GraphError)
-    assert "task 'bottom' extends 'right', which is neither in" in str(result.exception)
+    assert "task 'bottom' extends 'right', which is neither given nor beside it" in str(result.exception)
     assert list(tmp_path.iterdir()) == before, "nothing half-made is left"
 
 

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from vit_memory.cli import data, files, verify
+from vit_memory.cli import data, files, train, verify
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -15,6 +15,7 @@ def about() -> None:
 
 
 app.command("data")(data.data)
+app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("inspect")(files.inspect)
 app.add_typer(files.bundle_app, name="bundle")

@@ -94,22 +94,21 @@ class Loader:
                 worker_init_fn=_one_thread,
             )
         )
+        good = 0
         for result in made:
             if isinstance(result, BadImage):
-                raise BadImage(
-                    result.name, f"{result.reason}. Mend or remove it, or leave bad images out: --on-bad-image skip"
-                )
+                advice = "Mend or remove it, or leave bad images out: --on-bad-image skip"
+                raise BadImage(result.name, f"{result.reason}. {advice}")
             pixels, indices, bad = result
             for name, reason in bad:
                 self.bad.add(name, reason)
+            good += len(indices)
             if len(indices):
                 labels = torch.from_numpy(self.split.labels)[indices]
                 yield Batch(self.transform.normalised(pixels), labels, indices)
-        count = len({place for _, places in groups for place in places})
-        if self.bad and len(self.bad) >= count:
-            raise DataError(
-                f"every one of the {count} images is bad; the first: {next(iter(self.bad.reasons.items()))}"
-            )
+        if groups and not good:
+            name, reason = next(iter(self.bad.reasons.items()))
+            raise DataError(f"not one image can be used; the first, {name}: {reason}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

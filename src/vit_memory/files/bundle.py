@@ -10,7 +10,7 @@ all; so at any moment the folder holds a valid bundle, at worst with a task file
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -167,9 +167,15 @@ class Bundle:
 
 def add_files(bundle: Bundle, paths: Sequence[Path], *, half: bool = False) -> Bundle:
     """Add task files. Parents that are missing are taken from the files beside them, or named."""
+    have = {entry.name for entry in bundle.entries}
+    hint = f" Add both: vit-memory bundle add {bundle.folder} PARENT TASK"
+    return bundle.add(read_with_parents(paths, have, hint), half=half)
+
+
+def read_with_parents(paths: Sequence[Path], have: Collection[str] = (), hint: str = "") -> list[Task]:
+    """The tasks of these files, and the parents they extend, except those there already, from the files beside them."""
     tasks = {path: read_task(path) for path in paths}
     found = {task.name: task for task in tasks.values()}
-    have = {entry.name for entry in bundle.entries}
     waiting = list(tasks.items())
     while waiting:
         path, task = waiting.pop()
@@ -179,12 +185,12 @@ def add_files(bundle: Bundle, paths: Sequence[Path], *, half: bool = False) -> B
             beside = path.with_name(f"{parent}.safetensors")
             if not beside.exists():
                 raise GraphError(
-                    f"{path}: task {task.name!r} extends {parent!r}, which is neither in {bundle.folder} nor beside it "
-                    f"as {beside.name}. Add both: vit-memory bundle add {bundle.folder} {beside.name} {path.name}"
+                    f"{path}: task {task.name!r} extends {parent!r}, which is neither given nor beside it as "
+                    f"{beside.name}.{hint}"
                 )
             found[parent] = read_task(beside)
             waiting.append((beside, found[parent]))
-    return bundle.add(list(found.values()), half=half)
+    return list(found.values())
 
 
 def _entry(manifest: Path, told: Mapping[str, Any]) -> Entry:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vit_memory.backbone import Backbone
-from vit_memory.data.loading import Batch, Loader, OnBadImage
+from vit_memory.data.loading import BadImages, Batch, Loader, OnBadImage
 from vit_memory.data.splits import Split
 from vit_memory.data.transforms import Evaluation, Training
 from vit_memory.errors import BackboneMismatch, TrainingError
@@ -71,6 +71,7 @@ def fit(
     image_size: int | None = None,
     workers: int = 0,
     on_bad_image: OnBadImage = "fail",
+    bad: BadImages | None = None,
     report: Callable[[Progress], None] | None = None,
     checkpoint: Path | None = None,
     checkpoint_every: int = 50,
@@ -83,7 +84,7 @@ def fit(
     same bits on the same machine; each setting ends with the weights it would have had alone, to rounding.
 
     With a `checkpoint` file, `resume` goes on from it to the same weights as if nothing had happened; a checkpoint of
-    another training is refused.
+    another training is refused. `bad` gathers the images that were left out.
     """
     recipe = recipe or Recipe()
     facts = _preprocessing(backbone, image_size)
@@ -93,8 +94,9 @@ def fit(
     ]
     sweep = Sweep(backbone, settings, TaskGraph(parents), recipe)
     view = Training(facts, augment=recipe.augment, flip=recipe.flip, area=recipe.area)
-    learning = Loader(train, view, min(recipe.batch, len(train)), workers, on_bad_image)
-    judging = Loader(validation, Evaluation(facts), recipe.chunk, workers, on_bad_image, learning.bad)
+    bad = BadImages() if bad is None else bad
+    learning = Loader(train, view, min(recipe.batch, len(train)), workers, on_bad_image, bad)
+    judging = Loader(validation, Evaluation(facts), recipe.chunk, workers, on_bad_image, bad)
     key = training_key(backbone, sweep, train, validation, facts)
     since, standing = torch.zeros(len(settings)), Standing(0, {})
     if resume and checkpoint is not None and checkpoint.exists():
@@ -211,7 +213,12 @@ def _check(backbone: Backbone, tasks: Sequence[Task], train: Split, validation: 
 
 def _recorded(task: Task, setting: Setting, recipe: Recipe, facts: Preprocessing, accuracy: Tensor) -> Task:
     """The task with what it was trained with, for its file."""
-    told = {**asdict(recipe), "learning_rates": [setting.learning_rate], "weight_decays": [setting.weight_decay]}
+    told = {
+        **task.record.recipe,
+        **asdict(recipe),
+        "learning_rates": [setting.learning_rate],
+        "weight_decays": [setting.weight_decay],
+    }
     told["area"] = list(recipe.area)
     metrics = {"validation_accuracy": float(accuracy)}
     return replace(task, record=replace(task.record, preprocessing=facts, recipe=told, metrics=metrics))

@@ -39,7 +39,10 @@ class Setting:
         """What tables and messages call it."""
         size = f"{self.task.cells} cells" if self.task.regime == "memory" else self.task.regime
         decay = f", decay {self.weight_decay:g}" if self.weight_decay else ""
-        return f"{self.task.name}: {size}, rate {self.learning_rate:g}{decay}"
+        told = self.task.record.recipe
+        start = ", drawn token" if told.get("start") == "normal" and self.task.class_token is not None else ""
+        seed = f", seed {told['task_seed']}" if told.get("task_seed") else ""
+        return f"{size}, rate {self.learning_rate:g}{decay}{start}{seed}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -262,14 +265,14 @@ def _check(settings: Sequence[Setting], parents: TaskGraph) -> None:
                 f"those that can: {', '.join(sorted(COMPOSABLE))}."
             )
         if (task.labels, task.parents, task.kind) != (first.labels, first.parents, first.kind):
-            raise TrainingError(f"{setting.name}: other labels, parents or kind than {settings[0].name}.")
+            raise TrainingError(f"{task.name}, {setting.name}: other labels, parents or kind than {settings[0].name}.")
         if task.raw_memory:
             raise TrainingError(f"{setting.name}: imported memory (raw) cannot be trained further.")
     if first.kind != "single-label":
-        raise TrainingError(f"{settings[0].name}: it is {first.kind}; only single-label tasks can be trained yet.")
+        raise TrainingError(f"{first.name}: it is {first.kind}; only single-label tasks can be trained yet.")
     absent = [name for name in first.parents if name not in parents]
     if absent or set(parents) != set(parents.with_ancestors(first.parents)):
         raise TrainingError(
-            f"{settings[0].name} extends {', '.join(first.parents) or 'nothing'}, but given as parents were "
+            f"{first.name} extends {', '.join(first.parents) or 'nothing'}, but given as parents were "
             f"{', '.join(parents) or 'none'}: give its parents and all their ancestors, and no others."
         )

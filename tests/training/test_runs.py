@@ -1,0 +1,107 @@
+"""vit-memory train: a folder of images in, a run folder with a task file out; nothing replaced, nothing guessed."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from builders import library_model
+from data.test_sources import pictures, write_folder
+from vit_memory import MemoryViT, Task, load_backbone
+from vit_memory.cli import app
+from vit_memory.errors import TrainingError
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory):
+    """A backbone as people have it: a folder with weights and preprocessing."""
+    folder = tmp_path_factory.mktemp("backbone")
+    library_model("vit")[1].save_pretrained(folder)
+    facts = {"size": {"height": 32, "width": 32}, "resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "ViTImageProcessor", **facts}))
+    return str(folder)
+
+
+@pytest.fixture
+def photos(tmp_path):
+    return str(write_folder(tmp_path / "photos", pictures(10)))
+
+
+def train(photos, backbone, out, *more, name="birds"):
+    words = ["train", photos, "--name", name, "--backbone", backbone, "--out", str(out), "--steps", "4", "--batch", "8"]
+    return CliRunner().invoke(app, [*words, "--workers", "0", "--evaluate-every", "2", *more])
+
+
+def test_a_folder_of_images_becomes_a_task_file_that_answers(photos, backbone, tmp_path):
+    said = train(photos, backbone, tmp_path / "run", "--memory", "0,2", "--lr", "0.05,0.2", "--regime", "head,memory")
+    assert said.exit_code == 0, said.output
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"config.json", "log.jsonl", "settings.json", "checkpoint.safetensors", "birds.safetensors"}
+    rows = json.loads((tmp_path / "run/settings.json").read_text())
+    assert {(row["regime"], row["cells"]) for row in rows} == {("head", 0), ("class", 0), ("memory", 2)}
+    assert len(rows) == 6
+    assert [json.loads(line)["step"] for line in (tmp_path / "run/log.jsonl").read_text().splitlines()] == [2, 4]
+    task = Task.load(tmp_path / "run/birds.safetensors")
+    assert task.labels == ("ant", "bee", "cow")
+    assert task.record.metrics["validation_accuracy"] == max(row["validation_accuracy"] for row in rows)
+    assert task.record.recipe["data"]["splits"]["test"]["images"] == 6
+    loaded = load_backbone(backbone)
+    import torch
+
+    assert MemoryViT(loaded, [task])(torch.zeros(2, 3, 32, 32))["birds"].shape == (2, 3)
+    assert "2 cells, rate 0.2" in said.output
+
+
+def test_a_task_extends_another_and_brings_the_ancestors_it_finds_beside_it(photos, backbone, tmp_path):
+    files = tmp_path / "tasks"
+    for name, extends in (("one", ()), ("two", ("one",)), ("three", ("two",))):
+        more = [word for parent in extends for word in ("--extends", str(files / f"{parent}.safetensors"))]
+        said = train(photos, backbone, tmp_path / name, "--lr", "0.1", *more, name=name)
+        assert said.exit_code == 0, (said.output, said.exception)
+        files.mkdir(exist_ok=True)
+        (files / f"{name}.safetensors").write_bytes((tmp_path / name / f"{name}.safetensors").read_bytes())
+    three = Task.load(files / "three.safetensors")
+    assert three.parents == ("two",)
+    assert three.parent_digests["two"] == Task.load(files / "two.safetensors").digest
+
+
+def test_a_run_is_resumed_to_the_same_task_and_never_replaced(photos, backbone, tmp_path):
+    assert train(photos, backbone, tmp_path / "run", "--lr", "0.1").exit_code == 0
+    content = (tmp_path / "run/birds.safetensors").read_bytes()
+    again = train(photos, backbone, tmp_path / "run", "--lr", "0.1")
+    assert isinstance(again.exception, TrainingError)
+    assert "holds a training already. Go on with it (--resume), or give another --out" in str(again.exception)
+    other = train(photos, backbone, tmp_path / "run", "--lr", "0.2", "--resume")
+    assert "recipe.learning_rates: [0.1] then, [0.2] now" in str(other.exception)
+    assert train(photos, backbone, tmp_path / "run", "--lr", "0.1", "--resume").exit_code == 0
+    resumed = Task.load(tmp_path / "run/birds.safetensors")
+    (tmp_path / "old.safetensors").write_bytes(content)
+    assert resumed.digest == Task.load(tmp_path / "old.safetensors").digest
+    nothing = train(photos, backbone, tmp_path / "empty", "--resume")
+    assert "no checkpoint to go on from" in str(nothing.exception)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--regime", "full", "full: expected head, class, memory."),
+        ("--memory", "1,x", "'1,x': expected whole numbers, separated by commas."),
+        ("--lr", "fast", "'fast': expected numbers"),
+        ("--start", "random", "random: expected original, normal."),
+        ("--on-bad-image", "ignore", "ignore: expected fail, skip."),
+    ],
+)
+def test_a_wrong_option_is_refused_at_once(photos, backbone, tmp_path, option, value, message):
+    said = train(photos, backbone, tmp_path / "run", option, value)
+    assert said.exit_code == 2
+    assert message in said.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_images_are_left_out_when_asked_and_reported_in_the_run(photos, backbone, tmp_path):
+    for i in range(12):
+        (tmp_path / f"photos/ant/bad{i}.jpg").write_bytes(b"%d" % i)
+    assert "--on-bad-image skip" in str(train(photos, backbone, tmp_path / "a").exception)
+    said = train(photos, backbone, tmp_path / "b", "--on-bad-image", "skip", "--lr", "0.1")
+    assert said.exit_code == 0, said.output
+    assert (tmp_path / "b/bad-images.tsv").read_text().count("not an image of a known format") >= 8
