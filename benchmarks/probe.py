@@ -10,7 +10,6 @@ random initialisations. Intervals are Wilson's, 95 %.
 
 import argparse
 import json
-import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -27,10 +26,11 @@ from vit_memory.data.loading import Loader
 from vit_memory.data.sources import open_data
 from vit_memory.data.splits import Split
 from vit_memory.data.transforms import Evaluation
+from vit_memory.evaluation.metrics import wilson
 from vit_memory.families.bundled import PREPROCESSING, BundledViT
 
 HELD_OUT = ("flowers30", "aid30", "trashnet6", "signdigits10", "brainmri4")
-STRENGTHS = tuple(10.0**power for power in (-4, -3, -2, -1, 0))
+STRENGTHS = tuple(10.0**power for power in (-4, -3, -2, -1))
 Features = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -73,17 +73,10 @@ def probe(dataset: Any, read: Features) -> float:
     def fitted(strength: float, a: np.ndarray, b: np.ndarray) -> LogisticRegression:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
-            return LogisticRegression(C=strength, max_iter=300).fit(a, b)
+            return LogisticRegression(C=strength, max_iter=100).fit(a, b)
 
     best = max(STRENGTHS, key=lambda strength: fitted(strength, x, y).score(held, held_y))
     return float(fitted(best, everything, every_y).score(test, dataset.test.labels))
-
-
-def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % interval of a share seen in `count` images."""
-    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
-    return centre - half, centre + half
 
 
 def table(rows: list[dict[str, Any]]) -> str:

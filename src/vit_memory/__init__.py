@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ImageError,
         NewerFormat,
         TaskError,
+        TrainingError,
         UnknownTask,
         UnsafeFile,
         UnsupportedFamily,
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from vit_memory.graph import TaskGraph
     from vit_memory.model import MemoryViT, Outputs
     from vit_memory.task import Task, TaskRecord, new_task
+    from vit_memory.training.loop import FitResult, fit
+    from vit_memory.training.recipe import Recipe
     from vit_memory.trunk import Trunk
 
 __all__ = [
@@ -45,6 +48,7 @@ __all__ = [
     "Dataset",
     "Explanation",
     "FileError",
+    "FitResult",
     "GraphError",
     "ImageError",
     "MemoryViT",
@@ -52,15 +56,18 @@ __all__ = [
     "Original",
     "Outputs",
     "Preprocessing",
+    "Recipe",
     "Task",
     "TaskError",
     "TaskGraph",
     "TaskRecord",
+    "TrainingError",
     "Trunk",
     "UnknownTask",
     "UnsafeFile",
     "UnsupportedFamily",
     "VitMemoryError",
+    "fit",
     "load_backbone",
     "new_task",
     "open_data",
@@ -75,6 +82,8 @@ _HOMES = {
     "graph": ("TaskGraph",),
     "model": ("MemoryViT", "Outputs"),
     "task": ("Task", "TaskRecord", "new_task"),
+    "training.loop": ("FitResult", "fit"),
+    "training.recipe": ("Recipe",),
     "trunk": ("Trunk",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

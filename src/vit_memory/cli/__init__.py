@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from vit_memory.cli import data, files, train, verify
+from vit_memory.cli import data, evaluate, files, train, verify
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -16,6 +16,8 @@ def about() -> None:
 
 app.command("data")(data.data)
 app.command("train")(train.train)
+app.command("evaluate")(evaluate.evaluate)
+app.command("predict")(evaluate.predict)
 app.command("verify")(verify.verify)
 app.command("inspect")(files.inspect)
 app.add_typer(files.bundle_app, name="bundle")
