@@ -4,14 +4,16 @@ import enum
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 if TYPE_CHECKING:
+    from vit_memory.data.sources import Dataset
     from vit_memory.data.summary import Summary
 
 SHOWN_CLASSES, SHOWN_BAD = 20, 10
+DECODED_AT_MOST = 20_000  # images that are decoded whole before a training: half a minute
 
 
 class Check(str, enum.Enum):
@@ -50,9 +52,7 @@ def data(
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON instead of a page.")] = False,
 ) -> None:
     """Print what is in DATA: classes, counts, splits, sizes, and which files are bad."""
-    from vit_memory.data.loading import default_workers
     from vit_memory.data.sources import open_data
-    from vit_memory.data.summary import summarise
 
     dataset = open_data(
         source,
@@ -62,9 +62,19 @@ def data(
         label_column=label_column,
         seed=seed,
     )
-    progress = _progress if sys.stderr.isatty() else None
-    summary = summarise(dataset, check=check.value, workers=default_workers(), progress=progress)
+    summary = looked_at(dataset, check.value)
     typer.echo(json.dumps(summary.as_json(), indent=2, ensure_ascii=False) if as_json else page(summary))
+
+
+def looked_at(dataset: "Dataset", check: "Literal['decode', 'headers', 'none'] | None" = None) -> "Summary":
+    """A summary, with progress on a terminal. Unless told, large datasets are looked at by their headers only."""
+    from vit_memory.data.loading import default_workers
+    from vit_memory.data.summary import summarise
+
+    if check is None:
+        check = "decode" if sum(map(len, dataset.splits.values())) <= DECODED_AT_MOST else "headers"
+    progress = _progress if sys.stderr.isatty() else None
+    return summarise(dataset, check=check, workers=default_workers(), progress=progress)
 
 
 def page(summary: "Summary") -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vit_memory.cli.data import DataDir, Download, ImageColumn, LabelColumn, Source
+from vit_memory.cli.data import DataDir, Download, ImageColumn, LabelColumn, Source, looked_at, page
 
 if TYPE_CHECKING:
     from vit_memory.training.loop import FitResult, Progress
@@ -83,6 +83,7 @@ def train(
     from vit_memory.backbone import load_backbone
     from vit_memory.data.loading import default_workers
     from vit_memory.data.sources import open_data
+    from vit_memory.errors import DataError
     from vit_memory.files.bundle import read_with_parents
     from vit_memory.files.taskfile import read_task
     from vit_memory.task import check_name
@@ -117,8 +118,14 @@ def train(
         label_column=label_column,
         seed=seed,
     )
-    counts = ", ".join(f"{len(split)} {part}" for part, split in dataset.splits.items())
-    typer.echo(f"{source}: {len(dataset.labels)} classes; {counts} images", err=True)
+    summary = looked_at(dataset)
+    typer.echo(page(summary) + "\n", err=True)
+    if summary.bad and on_bad_image == "fail":
+        bad, reason = next(iter(summary.bad.items()))
+        raise DataError(
+            f"{source}: {len(summary.bad)} images cannot be used; the first, {bad}: {reason}. "
+            f"Mend or remove them, or leave them out: --on-bad-image skip"
+        )
     loaded = load_backbone(backbone, device=device)
     folder = out or Path("runs") / name
     paths = extends or []

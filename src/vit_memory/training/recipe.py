@@ -21,8 +21,8 @@ class Recipe:
     every weight decay, at once; the best by validation accuracy is kept. The default suits small data: a few hundred
     steps, and rates around the one that was best on three packs of 20 images per class.
 
-    >>> Recipe(steps=100).rate_share(0) < Recipe(steps=100).rate_share(4) == 1.0
-    True
+    >>> Recipe(steps=100, warmup=4).rate_share(4)
+    1.0
     """
 
     steps: int = 300
