@@ -32,9 +32,11 @@ def gathered(loader, **how):
 def test_workers_and_batch_size_change_nothing(split, transform):
     order = np.random.default_rng(0).permutation(len(split))
     alone = gathered(Loader(split, transform, batch_size=1), order=order, view=2, seed=5)
+    before = torch.get_rng_state()
     for batch_size, workers in ((7, 0), (5, 2), (100, 1)):
         made = gathered(Loader(split, transform, batch_size, workers), order=order, view=2, seed=5)
         assert all(torch.equal(a, b) for a, b in zip(alone, made, strict=True))
+    assert torch.equal(torch.get_rng_state(), before)
     assert alone[2].tolist() == order.tolist()
     assert alone[1].tolist() == split.labels[order].tolist()
 

@@ -102,6 +102,10 @@ def test_bad_images_are_left_out_when_asked_and_reported_in_the_run(photos, back
     for i in range(12):
         (tmp_path / f"photos/ant/bad{i}.jpg").write_bytes(b"%d" % i)
     assert "--on-bad-image skip" in str(train(photos, backbone, tmp_path / "a").exception)
-    said = train(photos, backbone, tmp_path / "b", "--on-bad-image", "skip", "--lr", "0.1")
+    # Batches of one: some of them hold nothing but a bad image.
+    said = train(
+        photos, backbone, tmp_path / "b", "--on-bad-image", "skip", "--lr", "0.1", "--batch", "1", "--steps", "30"
+    )
     assert said.exit_code == 0, said.output
+    assert json.loads((tmp_path / "b/log.jsonl").read_text().splitlines()[-1])["step"] == 30
     assert (tmp_path / "b/bad-images.tsv").read_text().count("not an image of a known format") >= 8

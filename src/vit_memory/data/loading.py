@@ -75,10 +75,10 @@ class Loader:
         """Batches in that order of places in the split; `view` and `seed` choose the augmentation of every image."""
         places = list(range(len(self.split))) if order is None else [int(i) for i in order]
         groups = [(view, places[i : i + self.batch_size]) for i in range(0, len(places), self.batch_size)]
-        return self.planned(groups, seed)
+        return (batch for batch in self.planned(groups, seed) if len(batch.labels))
 
     def planned(self, groups: Sequence[tuple[int, Sequence[int]]], seed: int = 0) -> Iterator[Batch]:
-        """One batch per group of places, each group with the view its images are seen in.
+        """One batch per group of places, each group with the view its images are seen in; empty if all are bad.
 
         A plan of many epochs keeps the workers busy across their borders.
         """
@@ -92,6 +92,7 @@ class Loader:
                 num_workers=min(self.workers, len(groups)),
                 prefetch_factor=4,
                 worker_init_fn=_one_thread,
+                generator=torch.Generator(),  # the caller's randomness is left alone
             )
         )
         good = 0
@@ -103,9 +104,8 @@ class Loader:
             for name, reason in bad:
                 self.bad.add(name, reason)
             good += len(indices)
-            if len(indices):
-                labels = torch.from_numpy(self.split.labels)[indices]
-                yield Batch(self.transform.normalised(pixels), labels, indices)
+            labels = torch.from_numpy(self.split.labels)[indices]
+            yield Batch(self.transform.normalised(pixels) if len(indices) else pixels, labels, indices)
         if groups and not good:
             name, reason = next(iter(self.bad.reasons.items()))
             raise DataError(f"not one image can be used; the first, {name}: {reason}")

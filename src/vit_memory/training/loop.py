@@ -106,22 +106,23 @@ def fit(
     if standing.step == recipe.steps:
         accuracies = _accuracies(sweep, judging)
     for step, batch in enumerate(_batches(learning, recipe, standing.step), standing.step):
-        losses = _learn(sweep, batch, recipe.chunk)
-        for i in sweep.step(step, losses):
-            log.warning("%s diverged at step %d and was stopped", settings[i].name, step + 1)
-            stopped[i] = step + 1
+        if len(batch.labels):  # not one whose images are all bad
+            losses = _learn(sweep, batch, recipe.chunk)
+            for i in sweep.step(step, losses):
+                log.warning("%s diverged at step %d and was stopped", settings[i].name, step + 1)
+                stopped[i] = step + 1
+            since, counted = since + losses.cpu(), counted + 1
         if not bool(sweep.alive.any()):
             raise TrainingError(
                 f"every setting diverged, the last at step {step + 1}: {', '.join(s.name for s in settings)}. "
                 f"Try smaller learning rates."
             )
-        since, counted = since + losses.cpu(), counted + 1
         last = step + 1 == recipe.steps
         if last or (step + 1) % recipe.evaluate_every == 0:
             accuracies = _accuracies(sweep, judging)
             if report is not None:
                 seen = tuple(accuracies.tolist())
-                report(Progress(step + 1, recipe.steps, tuple((since / counted).tolist()), seen))
+                report(Progress(step + 1, recipe.steps, tuple((since / max(1, counted)).tolist()), seen))
             since, counted = torch.zeros(len(settings)), 0
         if checkpoint is not None and (last or (step + 1) % checkpoint_every == 0):
             write_checkpoint(checkpoint, key, sweep, since, Standing(step + 1, stopped, counted))
