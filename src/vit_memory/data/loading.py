@@ -1,7 +1,8 @@
 """Batches of images: read, decoded and transformed by worker processes, in a given order, bad ones told by name.
 
-A worker makes whole batches of 8-bit pixels; the receiving process only normalises them. What comes out depends on
-the split, the transform, the order and the seed alone, never on how many workers there are.
+A worker makes whole batches, normalised image by image while they are in its cache: the receiving process does nothing
+but receive, for its threads would wait for cores that the workers have. What comes out depends on the split, the
+transform, the order and the seed alone, never on how many workers there are.
 """
 
 import logging
@@ -100,12 +101,12 @@ class Loader:
             if isinstance(result, BadImage):
                 advice = "Mend or remove it, or leave bad images out: --on-bad-image skip"
                 raise BadImage(result.name, f"{result.reason}. {advice}")
-            pixels, indices, bad = result
+            images, indices, bad = result
             for name, reason in bad:
                 self.bad.add(name, reason)
             good += len(indices)
             labels = torch.from_numpy(self.split.labels)[indices]
-            yield Batch(self.transform.normalised(pixels) if len(indices) else pixels, labels, indices)
+            yield Batch(images, labels, indices)
         if groups and not good:
             name, reason = next(iter(self.bad.reasons.items()))
             raise DataError(f"not one image can be used; the first, {name}: {reason}")
@@ -125,18 +126,23 @@ class _Work(Dataset[Any]):
         return len(self.groups)
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor, list[tuple[str, str]]] | BadImage:
-        made, places, bad = [], [], []
         view, group = self.groups[i]
+        images = torch.empty(0)
+        places: list[int] = []
+        bad: list[tuple[str, str]] = []
         for place in group:
             try:
-                made.append(load_one(self.split, place, self.transform, view_seed(self.seed, view, place)))
-                places.append(place)
+                pixels = load_one(self.split, place, self.transform, view_seed(self.seed, view, place))
             except BadImage as error:
                 if self.on_bad_image == "fail":
                     return error  # as a value: DataLoader would bury it in a worker's traceback
                 bad.append((error.name, error.reason))
-        pixels = torch.stack(made) if made else torch.empty(0)
-        return pixels, torch.tensor(places, dtype=torch.int64), bad
+                continue
+            if not places:
+                images = torch.empty(len(group), *pixels.shape)
+            images[len(places)] = self.transform.normalised(pixels)
+            places.append(place)
+        return images[: len(places)], torch.tensor(places, dtype=torch.int64), bad
 
 
 def load_one(split: Split, place: int, transform: Transform, seed: int = 0) -> Tensor:

@@ -1,7 +1,7 @@
 """From decoded pixels to what a backbone reads: its own preprocessing to evaluate, augmentations of it to train.
 
-Both end in 8-bit pixels of the backbone's size wherever that loses nothing, and `normalised` turns a batch of them
-into what the backbone reads. So workers hand over a quarter of the bytes. Resizing calls torch's 8-bit kernel, the one
+Both end in 8-bit pixels of the backbone's size wherever that loses nothing, and `normalised` turns them into what the
+backbone reads. Resizing calls torch's 8-bit kernel, the one
 torchvision's transforms call; Pillow's only for backbones whose own library uses it.
 
 Everything random is drawn from a seed given with the image: the same seed, the same view, in any worker and any order.
@@ -172,7 +172,7 @@ def normalised(batch: Tensor, preprocessing: Preprocessing) -> Tensor:
     """Pixels (B, 3, h, w), uint8 or float32 in 0..1, scaled and normalised per channel, float32."""
     scale = 255.0 if batch.dtype == torch.uint8 else 1.0
     mean, std = (torch.tensor(v, device=batch.device)[:, None, None] for v in (preprocessing.mean, preprocessing.std))
-    return batch.float().sub_(mean * scale).div_(std * scale)
+    return torch.addcmul(-mean / std, batch.float(), 1 / (std * scale))
 
 
 def resize(
