@@ -100,7 +100,8 @@ class BundledViT(nn.Module):
             square = F.interpolate(square, (rows, columns), mode="bicubic", antialias=True)
             positions = square.flatten(2).transpose(1, 2)
         patches = patches.flatten(2).transpose(1, 2) + positions
-        first = (self.class_token + self.class_position).expand(len(images), -1, -1)
+        # not len(images), which torch.export takes for a constant
+        first = (self.class_token + self.class_position).expand(images.shape[0], -1, -1)
         return torch.cat([first, patches], dim=1)
 
     def forward(self, images: Tensor) -> Tensor:
