@@ -1,11 +1,11 @@
 """Batches of images: read, decoded and transformed by worker processes, in a given order, bad ones told by name.
 
-A worker makes whole batches, normalised image by image while they are in its cache: the receiving process does nothing
-but receive, for its threads would wait for cores that the workers have. What comes out depends on the split, the
-transform, the order and the seed alone, never on how many workers there are.
+A worker makes whole batches of bytes, a quarter of what a backbone reads, and the receiving process normalises them.
+What comes out depends on the split, the transform, the order and the seed alone, never on how many workers there are.
 """
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from vit_memory.data.decoding import Encoded, decode
 from vit_memory.data.splits import Split
@@ -106,7 +106,7 @@ class Loader:
                 self.bad.add(name, reason)
             good += len(indices)
             labels = torch.from_numpy(self.split.labels)[indices]
-            yield Batch(images, labels, indices)
+            yield Batch(self.transform.normalised(images), labels, indices)
         if groups and not good:
             name, reason = next(iter(self.bad.reasons.items()))
             raise DataError(f"not one image can be used; the first, {name}: {reason}")
@@ -139,10 +139,18 @@ class _Work(Dataset[Any]):
                 bad.append((error.name, error.reason))
                 continue
             if not places:
-                images = torch.empty(len(group), *pixels.shape)
-            images[len(places)] = self.transform.normalised(pixels)
+                images = _empty((len(group), *pixels.shape), pixels.dtype)
+            images[len(places)] = pixels
             places.append(place)
         return images[: len(places)], torch.tensor(places, dtype=torch.int64), bad
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor to fill; a worker's lies in the memory it shares, where DataLoader would otherwise copy it."""
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=dtype)
+    storage = torch.UntypedStorage._new_shared(dtype.itemsize * math.prod(shape))
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]
 
 
 def load_one(split: Split, place: int, transform: Transform, seed: int = 0) -> Tensor:
