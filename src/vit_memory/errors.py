@@ -11,6 +11,7 @@ VitMemoryError
 ├── DataError                a source of images cannot be opened, or not be used for this
 │   └── BadImage             one image in it cannot be decoded
 ├── TrainingError            a task cannot be trained this way, or training came to nothing
+│   └── TrainingStopped      it was asked to stop, and did so where it can be gone on with
 └── FileError                a file or bundle cannot be read or written
     ├── DamagedFile          it is not what it says it is
     ├── NewerFormat          a later version wrote it
@@ -74,6 +75,10 @@ class BadImage(DataError):  # noqa: N818 - reads as what it says
 
 class TrainingError(VitMemoryError):
     """A task cannot be trained this way, or training came to nothing."""
+
+
+class TrainingStopped(TrainingError):  # noqa: N818
+    """A training was asked to stop, and did so where it can be gone on with."""
 
 
 class FileError(VitMemoryError):

@@ -127,7 +127,11 @@ def _group(start: int, stop: int, above: list[list[int]], read: list[list[int]],
 
 def project_cells(roles: Roles, block: Block, cells: Tensor, *, raw: bool = False) -> tuple[Tensor, Tensor]:
     """Keys and values (S, H, A/H) of cells (S, D): normed like every token of the block (unless raw), never rotated."""
-    _, k, v = split_qkv(block, cells if raw else block.norm1(cells))
+    normed = cells if raw else block.norm1(cells)
+    if len(block.qkv) == 3:
+        k, v = (projection(normed) for projection in block.qkv[1:])  # cells ask nothing
+    else:
+        _, k, v = split_qkv(block, normed)
     k, v = (x.unflatten(-1, (roles.heads, -1)) for x in (k, v))
     return block.norm_k(k), v
 
@@ -155,14 +159,14 @@ def attend_readers(
 ) -> Tensor:
     """What T class tokens read in one block: their q, k, v (B, T, A) against trunk keys and values (B, H, N, A/H).
 
-    Returns (B, T, A).
+    q, k, v may be (1, T, A), the same for every image. Returns (B, T, A).
     """
-    q, k, v = (by_heads(x, roles.heads) for x in qkv)  # (B, H, T, A/H)
-    q, k = block.norm_q(q) * block.scaling, block.norm_k(k)
     trunk_keys, trunk_values = trunk
+    B, _, N, _ = trunk_keys.shape
+    q, k, v = (by_heads(x, roles.heads).expand(B, -1, -1, -1) for x in qkv)  # (B, H, T, A/H)
+    q, k = block.norm_q(q) * block.scaling, block.norm_k(k)
     to_trunk = q @ trunk_keys.transpose(-1, -2)  # (B, H, T, N)
     to_self = (q * k).sum(-1, keepdim=True)  # (B, H, T, 1)
-    N = trunk_keys.shape[-2]
 
     from_trunk: list[Tensor] = []
     from_rest: list[Tensor] = []
@@ -212,7 +216,7 @@ def read(roles: Roles, readers: Readers, trunk: Trunk, watch: Watch | None = Non
 
     Carries a graph to whatever the readers were made from, and none to the trunk: this is what training runs on.
     """
-    x = readers.tokens.expand(trunk.keys[0].shape[0], -1, -1)
+    x = readers.tokens[None]  # (1, T, D): before the first block has read, they are the same for every image
     for block, k, v, memory in zip(roles.blocks, trunk.keys, trunk.values, readers.memory, strict=True):
         qkv = split_qkv(block, call(block.norm1, x))
         x = finish_block(block, x, attend_readers(roles, block, qkv, (k, v), readers.seating.groups, memory, watch))

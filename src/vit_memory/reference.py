@@ -10,7 +10,7 @@ The sequence is [original tokens | class tokens | memory cells]; who reads whom 
 Unmasked memory, and the two variants in which cells are tokens that are handed on, let everybody read everybody.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vit_memory.backbone import Backbone
 from vit_memory.errors import TaskError
-from vit_memory.families.roles import Block, Roles, Rotation
+from vit_memory.families.roles import Block, Original, Roles, Rotation
 from vit_memory.graph import TaskGraph
 from vit_memory.model import Outputs
 from vit_memory.task import COMPOSABLE, Regime, Task
@@ -59,36 +59,19 @@ def dense_forward(backbone: Backbone, tasks: Sequence[Task], images: Tensor) -> 
     images = backbone.check_images(images)
     readers = [task for task in tasks if task.class_token is not None]
     regime = _common_regime(tasks)
-    x, rotation = roles.embed(images)
-    B, N, _ = x.shape
-    T = len(readers)
-    if regime in COMPOSABLE:
-        reads = rule(N, readers, TaskGraph(tasks))
-    else:
-        size = N + T + sum(task.cells for task in readers)
-        reads = torch.ones(size, size, dtype=torch.bool)
-
-    def row(token: Tensor) -> Tensor:
-        return token.to(x).expand(B, -1, -1)
-
-    tokens = [row(roles.pre_norm(task.class_token.to(x))[None]) for task in readers if task.class_token is not None]
-    x = torch.cat([x, *tokens, *(row(task.memory[0]) for task in readers)], dim=1)
+    tokens = [task.class_token for task in readers if task.class_token is not None]
     raw = torch.tensor([task.raw_memory for task in readers for _ in range(task.cells)], dtype=torch.bool)
-    skips_norm = torch.cat([torch.zeros(N + T, dtype=torch.bool), raw]).to(x.device)
-    for i, block in enumerate(roles.blocks):
-        fresh = torch.cat([task.memory[i].to(x) for task in readers]) if readers else x.new_zeros(0, roles.width)
-        carried = x[:, N + T :]
-        if regime == "propagated":
-            cells = carried
-        elif regime == "additive":
-            cells = carried + fresh if i else carried
-        else:
-            cells = fresh.expand(B, -1, -1)
-        x = _dense_block(
-            roles, block, torch.cat([x[:, : N + T], cells], dim=1), reads.to(x.device), rotation, skips_norm, N
-        )
-    original = roles.finish(x[:, :N])
-    features = roles.final_norm(x[:, N : N + T])
+    original, features = dense_pass(
+        roles,
+        images,
+        torch.stack(tokens).to(images) if tokens else images.new_zeros(0, roles.width),
+        torch.cat([task.memory for task in readers], dim=1).to(images)
+        if readers
+        else images.new_zeros(len(roles.blocks), 0, roles.width),
+        regime,
+        lambda N: rule(N, readers, TaskGraph(tasks)) if regime in COMPOSABLE else None,
+        raw,
+    )
     answers = {}
     for task in tasks:
         feature = original.feature if task.class_token is None else features[:, readers.index(task)]
@@ -96,8 +79,43 @@ def dense_forward(backbone: Backbone, tasks: Sequence[Task], images: Tensor) -> 
     return Outputs(original, answers)
 
 
+def dense_pass(
+    roles: Roles,
+    images: Tensor,
+    tokens: Tensor,
+    cells: Tensor,
+    regime: Regime,
+    rule_for: Callable[[int], Tensor | None] = lambda originals: None,
+    raw: Tensor | None = None,
+) -> tuple[Original, Tensor]:
+    """One sequence of originals, class tokens (T, D) and cells (L, S, D) through all blocks, with a graph if wanted.
+
+    `rule_for` makes the mask from the number of original tokens; None lets everybody read everybody. `raw` (S,) marks
+    cells that skip the norm. Returns the original output and the class tokens' final ones (B, T, D).
+    """
+    x, rotation = roles.embed(images)
+    B, N, _ = x.shape
+    T, S = len(tokens), cells.shape[1]
+    reads = rule_for(N)
+    reads = None if reads is None else reads.to(x.device)
+    skips_norm = torch.zeros(N + T + S, dtype=torch.bool, device=x.device)
+    if raw is not None:
+        skips_norm[N + T :] = raw.to(x.device)
+    x = torch.cat([x, roles.pre_norm(tokens).expand(B, -1, -1), cells[0].expand(B, -1, -1)], dim=1)
+    for i, block in enumerate(roles.blocks):
+        carried = x[:, N + T :]
+        if regime == "propagated":
+            here = carried
+        elif regime == "additive":
+            here = carried + cells[i] if i else carried
+        else:
+            here = cells[i].expand(B, -1, -1)
+        x = _dense_block(roles, block, torch.cat([x[:, : N + T], here], dim=1), reads, rotation, skips_norm, N)
+    return roles.finish(x[:, :N]), roles.final_norm(x[:, N : N + T])
+
+
 def _dense_block(
-    roles: Roles, block: Block, x: Tensor, reads: Tensor, rotation: Rotation | None, skips_norm: Tensor, N: int
+    roles: Roles, block: Block, x: Tensor, reads: Tensor | None, rotation: Rotation | None, skips_norm: Tensor, N: int
 ) -> Tensor:
     normed = torch.where(skips_norm[:, None], x, block.norm1(x))
     q, k, v = (by_heads(part, roles.heads) for part in split_qkv(block, normed))
@@ -106,7 +124,9 @@ def _dense_block(
         q_turned, k_turned = roles.rotate(q[:, :, :N], k[:, :, :N], rotation)
         q, k = torch.cat([q_turned, q[:, :, N:]], dim=2), torch.cat([k_turned, k[:, :, N:]], dim=2)
     scores = (q @ k.transpose(-1, -2)) * block.scaling
-    attended = scores.masked_fill(~reads, float("-inf")).softmax(-1) @ v
+    if reads is not None:
+        scores = scores.masked_fill(~reads, float("-inf"))
+    attended = scores.softmax(-1) @ v
     return finish_block(block, x, attended.transpose(1, 2).flatten(2))
 
 

@@ -82,9 +82,9 @@ def run_trunk(roles: Roles, images: Tensor, *, keep: bool = True) -> Trunk:
 
     def attend(block: Block, x: Tensor) -> Tensor:
         attended, k, v = attend_originals(roles, block, *split_qkv(block, block.norm1(x)), rotation)
-        if keep:
-            keys.append(k)
-            values.append(v)
+        if keep:  # head by head, as readers' products want them: they would else copy them, and keep both for a graph
+            keys.append(k.contiguous())
+            values.append(v.contiguous())
         return attended
 
     for block in roles.blocks:

@@ -14,7 +14,8 @@ import torch
 
 from training.test_sweep import backbone, coloured, fresh  # noqa: F401 - a fixture
 from vit_memory.errors import DamagedFile, TrainingError
-from vit_memory.training.loop import fit
+from vit_memory.training.cache import Cache
+from vit_memory.training.loop import Progress, fit
 from vit_memory.training.recipe import Recipe
 
 RECIPE = Recipe(steps=9, batch=8, learning_rates=(0.05, 0.2), evaluate_every=3)
@@ -29,25 +30,29 @@ class Stop(Exception):  # noqa: N818
     pass
 
 
+@pytest.mark.parametrize("mode", ["off", "ram", "disk"])
 @pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
 @pytest.mark.parametrize("at", [3, 6, 9])
-def test_resuming_ends_with_the_same_bits_and_the_same_reports(backbone, tmp_path, optimiser, at):  # noqa: F811
-    recipe = replace(RECIPE, optimiser=optimiser, learning_rates=(0.01, 0.02))
-    told: list[object] = []
-    whole = run(backbone, tmp_path / "whole", recipe, report=told.append)
+def test_resuming_ends_with_the_same_bits_and_the_same_reports(backbone, tmp_path, optimiser, at, mode):  # noqa: F811
+    patience = 3 if at == 6 else None
+    recipe = replace(RECIPE, optimiser=optimiser, learning_rates=(0.01, 0.02), patience=patience)
+    told: list[Progress] = []
+    whole = run(backbone, tmp_path / "whole", recipe, report=told.append, cache=Cache(mode, folder=tmp_path / "a"))
 
     def stop(progress):
-        if progress.step == at:
+        if progress.stage == "training" and progress.step == at:
             raise Stop
 
+    cache = Cache(mode, folder=tmp_path / "b")
     with pytest.raises(Stop):
-        run(backbone, tmp_path / "cut", recipe, report=stop, checkpoint_every=2)
-    again: list[object] = []
-    resumed = run(backbone, tmp_path / "cut", recipe, report=again.append, checkpoint_every=2, resume=True)
+        run(backbone, tmp_path / "cut", recipe, report=stop, checkpoint_every=2, cache=cache)
+    again: list[Progress] = []
+    resumed = run(backbone, tmp_path / "cut", recipe, report=again.append, checkpoint_every=2, resume=True, cache=cache)
     assert [r.task.digest for r in resumed.settings] == [r.task.digest for r in whole.settings]
     assert [r.accuracy for r in resumed.settings] == [r.accuracy for r in whole.settings]
+    again = [progress for progress in again if progress.stage == "training"]
     assert again == told[-len(again) :]
-    finished = run(backbone, tmp_path / "cut", recipe, resume=True)  # nothing left to do
+    finished = run(backbone, tmp_path / "cut", recipe, resume=True, cache=cache)  # nothing left to do
     assert finished.best.task.digest == whole.best.task.digest
 
 
@@ -125,9 +130,10 @@ def test_killed_at_twenty_random_moments_and_resumed_it_ends_with_the_same_weigh
 
 def test_reading_a_checkpoint_leaves_no_tensor_of_the_file_in_use(backbone, tmp_path):  # noqa: F811
     from vit_memory.graph import TaskGraph
-    from vit_memory.training.sweep import Setting, Sweep
+    from vit_memory.training.masked import MaskedSweep
+    from vit_memory.training.sweep import Setting
 
-    sweep = Sweep(backbone, [Setting(fresh(backbone), 0.1)], TaskGraph(), RECIPE)
+    sweep = MaskedSweep(backbone, [Setting(fresh(backbone), 0.1)], TaskGraph(), RECIPE)
     homes = {name: value.data_ptr() for name, value in sweep.state().items()}
     sweep.load_state({name: torch.zeros_like(value) for name, value in sweep.state().items()}, [])
     assert {name: value.data_ptr() for name, value in sweep.state().items()} == homes

@@ -36,7 +36,8 @@ def test_a_folder_of_images_becomes_a_task_file_that_answers(photos, backbone, t
     said = train(photos, backbone, tmp_path / "run", "--memory", "0,2", "--lr", "0.05,0.2", "--regime", "head,memory")
     assert said.exit_code == 0, said.output
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"config.json", "log.jsonl", "settings.json", "checkpoint.safetensors", "birds.safetensors"}
+    drawn = {"curves.png", "tensorboard"}
+    assert names == drawn | {"config.json", "log.jsonl", "settings.json", "checkpoint.safetensors", "birds.safetensors"}
     rows = json.loads((tmp_path / "run/settings.json").read_text())
     assert {(row["regime"], row["cells"]) for row in rows} == {("head", 0), ("class", 0), ("memory", 2)}
     assert len(rows) == 6
@@ -84,7 +85,7 @@ def test_a_run_is_resumed_to_the_same_task_and_never_replaced(photos, backbone, 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--regime", "full", "full: expected head, class, memory."),
+        ("--regime", "all", "all: expected head, class, memory, memory-unmasked"),
         ("--memory", "1,x", "'1,x': expected whole numbers, separated by commas."),
         ("--lr", "fast", "'fast': expected numbers"),
         ("--start", "random", "random: expected original, normal."),

@@ -14,8 +14,9 @@ from vit_memory.data.splits import Split
 from vit_memory.errors import BackboneMismatch, TrainingError
 from vit_memory.graph import TaskGraph
 from vit_memory.training.loop import Progress, fit
+from vit_memory.training.masked import MaskedSweep
 from vit_memory.training.recipe import Recipe
-from vit_memory.training.sweep import Setting, Sweep
+from vit_memory.training.sweep import Setting
 from vit_memory.trunk import run_trunk
 
 FACTS = Preprocessing((32, 32), None, (0.5,) * 3, (0.25,) * 3, "bilinear")
@@ -75,14 +76,14 @@ def test_each_of_twelve_settings_ends_with_the_weights_of_its_own_solo_run(backb
 def test_the_optimisers_are_those_of_torch(backbone, optimiser):
     recipe = Recipe(steps=6, optimiser=optimiser, learning_rates=(0.01,), weight_decays=(0.1,), warmup=2, clip=0.5)
     task = trained(backbone, "tint", labels=LABELS, cells=2)
-    sweep = Sweep(backbone, [Setting(task, 0.01, 0.1)], TaskGraph(), recipe)
+    sweep = MaskedSweep(backbone, [Setting(task, 0.01, 0.1)], TaskGraph(), recipe)
     theirs = {name: value.clone().requires_grad_() for name, value in parts(task).items()}
     made = (
         torch.optim.SGD(theirs.values(), lr=0.01, momentum=0.9, weight_decay=0.1)
         if optimiser == "sgd"
         else torch.optim.AdamW(theirs.values(), lr=0.01, weight_decay=0.1)
     )
-    stacks = dict(zip(("class_token", "memory", "head_weight", "head_bias"), sweep._stacks, strict=True))
+    stacks = dict(zip(("class_token", "memory", "head_weight", "head_bias"), sweep.stacks.values(), strict=True))
     generator = torch.Generator().manual_seed(0)
     for step in range(recipe.steps):
         for name, value in theirs.items():
@@ -107,7 +108,7 @@ def test_what_is_trained_is_what_the_model_answers_also_for_extensions(backbone)
     batch = images(4)
     trunk = run_trunk(backbone.roles, batch)
     for task, above in ((child, [grandparent, parent]), (plain, [])):
-        sweep = Sweep(backbone, [Setting(task, 0.1)] * 2, TaskGraph(above), Recipe())
+        sweep = MaskedSweep(backbone, [Setting(task, 0.1)] * 2, TaskGraph(above), Recipe())
         answers = MemoryViT(backbone, [*above, sweep.tasks()[1]])(batch)["tint"]
         for logits in sweep.logits(trunk):
             torch.testing.assert_close(logits, answers, rtol=0, atol=1e-5)
@@ -118,14 +119,14 @@ def test_gradients_are_those_of_the_dense_reference(backbone):
 
     task = trained(backbone, "tint", labels=LABELS, cells=3)
     labels = torch.tensor([0, 1, 2, 0])
-    sweep = Sweep(backbone, [Setting(task, 0.1)], TaskGraph(), Recipe())
+    sweep = MaskedSweep(backbone, [Setting(task, 0.1)], TaskGraph(), Recipe())
     sweep.losses(sweep.logits(run_trunk(backbone.roles, images(4))), labels).sum().backward()
     leaves = {name: value.clone().requires_grad_() for name, value in parts(task).items()}
     with_graph = dense_forward.__wrapped__  # without its no_grad
     logits = with_graph(backbone, [replace(task, **leaves)], images(4))["tint"]
     expected = torch.autograd.grad(F.cross_entropy(logits, labels, reduction="sum"), list(leaves.values()))
-    for stack, gradient in zip(sweep._stacks, expected, strict=True):
-        torch.testing.assert_close(stack.values.grad.reshape(gradient.shape), gradient, rtol=1e-4, atol=1e-5)
+    for found, gradient in zip(sweep.gradients(), expected, strict=True):
+        torch.testing.assert_close(found.reshape(gradient.shape), gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_training_learns_and_leaves_backbone_and_parents_bit_for_bit(backbone):
@@ -137,6 +138,7 @@ def test_training_learns_and_leaves_backbone_and_parents_bit_for_bit(backbone):
     tasks = [fresh(backbone, parents=[parent]), fresh(backbone, regime="class", parents=[parent])]
     result = fit(backbone, tasks, coloured(96, 1), coloured(48, 2), recipe, parents=[parent], report=seen.append)
     assert result.best.accuracy > 0.8
+    seen = [progress for progress in seen if progress.accuracies is not None]
     assert [progress.step for progress in seen] == [10, 20, 30, 40]
     assert np.nanmin(seen[-1].losses) < np.nanmin(seen[0].losses)
     for name, weight in backbone.model.state_dict().items():
@@ -190,7 +192,7 @@ def test_what_cannot_be_trained_is_refused_before_any_work(backbone):
     refused("all training images show 'red'", [fresh(backbone)], train=train.select([0, 3, 6]))
     two = new_task(backbone, "tint", ["a", "b"])
     refused("label number 2, but task 'tint' answers 2: a, b", [two])
-    refused("cannot be trained beside others", [fresh(backbone, regime="memory-unmasked")])
+    refused("cannot be trained at once", [fresh(backbone), fresh(backbone, regime="memory-unmasked")])
     refused("extends colour, but given as parents were none", [fresh(backbone, parents=["colour"])])
     refused("given as parents were other", [fresh(backbone)], parents=[trained(backbone, "other")])
     elsewhere = load_backbone(tiny_backbone("deit").model)

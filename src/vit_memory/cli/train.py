@@ -1,7 +1,6 @@
 """vit-memory train: a task from a folder of images."""
 
-import sys
-import time
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,9 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vit_memory.cli.data import DataDir, Download, ImageColumn, LabelColumn, Source, looked_at, page
+from vit_memory.cli.progress import Meter, stopping
 
 if TYPE_CHECKING:
-    from vit_memory.training.loop import FitResult, Progress
+    import torch
+
+    from vit_memory.training.loop import FitResult
 
 
 def _listed(read: Callable[[str], Any], expected: str) -> Callable[[str], str]:
@@ -27,6 +29,7 @@ def _listed(read: Callable[[str], Any], expected: str) -> Callable[[str], str]:
     return check
 
 
+REGIMES = ("head", "class", "memory", "memory-unmasked", "propagated", "additive", "full")
 Numbers = _listed(float, "numbers")
 Counts = _listed(int, "whole numbers")
 
@@ -39,7 +42,13 @@ def train(
     extends: Annotated[
         list[Path] | None, typer.Option(help="Task file that this one builds on; may be given again.", exists=True)
     ] = None,
-    regime: Annotated[str, typer.Option(help="head, class or memory, or several, separated by commas.")] = "memory",
+    regime: Annotated[
+        str,
+        typer.Option(
+            help="head, class or memory, or several, separated by commas; or one that stands alone: memory-unmasked, "
+            "propagated, additive, full."
+        ),
+    ] = "memory",
     memory: Annotated[str, typer.Option(help="Memory cells per block: 5, or several: 0,1,5.", callback=Counts)] = "5",
     lr: Annotated[str, typer.Option(help="Learning rate, several, or auto: a few are trained at once.")] = "auto",
     weight_decay: Annotated[str, typer.Option(help="Weight decay, or several.", callback=Numbers)] = "0",
@@ -51,6 +60,13 @@ def train(
     augment: Annotated[str, typer.Option(help="inception, pad-crop or none.")] = "inception",
     flip: Annotated[bool, typer.Option(help="Mirror half of the views; not for digits or letters.")] = True,
     label_smoothing: Annotated[float, typer.Option(min=0, max=0.99)] = 0.0,
+    views: Annotated[int, typer.Option(min=0, help="Fixed views of every image, in turn; 0: new ones always.")] = 8,
+    cache: Annotated[str, typer.Option(help="Keep what the backbone saw: auto, ram, disk or off.")] = "auto",
+    cache_dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
+    cache_dir: Annotated[Path | None, typer.Option(help="Where --cache disk keeps it.  [default: user cache]")] = None,
+    patience: Annotated[
+        int | None, typer.Option(min=1, help="End after so many looks without a better accuracy.")
+    ] = None,
     image_size: Annotated[int | None, typer.Option(min=1, help="Another size than the backbone's own.")] = None,
     per_class: Annotated[int | None, typer.Option(min=1, help="At most so many training images of a class.")] = None,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between looks at the validation images.")] = 50,
@@ -58,6 +74,9 @@ def train(
     workers: Annotated[int | None, typer.Option(min=0, help="Processes that load images.  [default: cores]")] = None,
     on_bad_image: Annotated[str, typer.Option(help="fail or skip.")] = "fail",
     device: Annotated[str, typer.Option(help="cpu, cuda, mps.")] = "cpu",
+    precision: Annotated[
+        str, typer.Option(help="What the backbone computes in: float32, bfloat16, float16, or auto.")
+    ] = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
     data_dir: DataDir = None,
     download: Download = False,
@@ -70,11 +89,14 @@ def train(
     more than the price of one; the best by validation accuracy becomes the task file.
     """
     for option, value, allowed in (
-        ("--regime", regime, ("head", "class", "memory")),
+        ("--regime", regime, REGIMES),
         ("--start", start, ("original", "normal")),
         ("--optimiser", optimiser, ("sgd", "adamw")),
         ("--augment", augment, ("inception", "pad-crop", "none")),
         ("--on-bad-image", on_bad_image, ("fail", "skip")),
+        ("--cache", cache, ("auto", "ram", "disk", "off")),
+        ("--cache-dtype", cache_dtype, ("float16", "bfloat16", "float32")),
+        ("--precision", precision, ("auto", "float32", "bfloat16", "float16")),
     ):
         wrong = [word for word in value.split(",") if word not in allowed]
         if wrong:
@@ -83,10 +105,12 @@ def train(
     from vit_memory.backbone import load_backbone
     from vit_memory.data.loading import default_workers
     from vit_memory.data.sources import open_data
-    from vit_memory.errors import DataError
+    from vit_memory.errors import DataError, TrainingStopped
     from vit_memory.files.bundle import read_with_parents
     from vit_memory.files.taskfile import read_task
     from vit_memory.task import check_name
+    from vit_memory.training.cache import Cache
+    from vit_memory.training.crew import join_crew
     from vit_memory.training.recipe import AUTO_RATES, Recipe
     from vit_memory.training.runs import Grid, train_run
 
@@ -101,7 +125,9 @@ def train(
         label_smoothing=label_smoothing,
         augment=augment,  # type: ignore[arg-type]
         flip=flip,
+        views=views or None,
         evaluate_every=evaluate_every,
+        patience=patience,
         seed=seed,
     )
     grid = Grid(
@@ -126,29 +152,58 @@ def train(
             f"{source}: {len(summary.bad)} images cannot be used; the first, {bad}: {reason}. "
             f"Mend or remove them, or leave them out: --on-bad-image skip"
         )
-    loaded = load_backbone(backbone, device=device)
+    crew = join_crew(device)
+    loaded = load_backbone(backbone, device=device, dtype=_dtype(precision, device))
     folder = out or Path("runs") / name
     paths = extends or []
-    show = _Meter()
-    result = train_run(
-        folder,
-        loaded,
-        dataset,
-        name,
-        grid,
-        recipe,
-        parents=read_with_parents(paths),
-        direct_parents=[read_task(path).name for path in paths],
-        image_size=image_size,
-        per_class=per_class,
-        workers=default_workers() if workers is None else workers,
-        on_bad_image=on_bad_image,  # type: ignore[arg-type]
-        resume=resume,
-        report=show,
-    )
+    logging.getLogger("vit_memory").addHandler(_told(quiet=not crew.first))
+    with stopping() as stop:
+        try:
+            result = train_run(
+                folder,
+                loaded,
+                dataset,
+                name,
+                grid,
+                recipe,
+                parents=read_with_parents(paths),
+                direct_parents=[read_task(path).name for path in paths],
+                image_size=image_size,
+                per_class=per_class,
+                cache=Cache(cache, cache_dtype, cache_dir),  # type: ignore[arg-type]
+                workers=default_workers() if workers is None else workers,
+                on_bad_image=on_bad_image,  # type: ignore[arg-type]
+                resume=resume,
+                report=Meter() if crew.first else None,
+                stop=stop,
+                crew=crew,
+            )
+        except TrainingStopped as stopped:
+            again = "with --resume" if (folder / "checkpoint.safetensors").exists() else "again"
+            typer.echo(f"{stopped} Go on with the same command {again}.", err=True)
+            raise typer.Exit(130) from None
+    if not crew.first:
+        return
     typer.echo(table(result))
     file = folder / f"{name}.safetensors"
     typer.echo(f"\n{file}: {result.best.setting.name}, {file.stat().st_size / 1000:.0f} kB")
+
+
+def _dtype(precision: str, device: str) -> "torch.dtype | None":
+    """Half precision where the hardware has it for certain; elsewhere it can be slower than float32 by far."""
+    import torch
+
+    if precision == "auto":
+        precision = "bfloat16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "float32"
+    dtype: torch.dtype = getattr(torch, precision)
+    return dtype
+
+
+def _told(*, quiet: bool) -> logging.Handler:
+    """What the library logs, as plain lines on stderr."""
+    handler = logging.NullHandler() if quiet else logging.StreamHandler()
+    logging.getLogger("vit_memory").setLevel(logging.INFO)
+    return handler
 
 
 def table(result: "FitResult") -> str:
@@ -158,21 +213,3 @@ def table(result: "FitResult") -> str:
         said = f"diverged at {r.stopped_at}" if r.accuracy is None else f"{100 * r.accuracy:.1f} %"
         lines.append(f"{r.setting.name:44} {r.task.parameters:9} {said:>11}")
     return "\n".join(lines)
-
-
-class _Meter:
-    """One line per look at the validation images, with the rate and what is left."""
-
-    def __init__(self) -> None:
-        self.began: tuple[float, int] | None = None
-
-    def __call__(self, progress: "Progress") -> None:
-        now = time.perf_counter()
-        best = max((a for a in progress.accuracies or () if a == a), default=float("nan"))  # noqa: PLR0124 - NaN
-        left = ""
-        if self.began is not None and progress.step > self.began[1]:
-            each = (now - self.began[0]) / (progress.step - self.began[1])
-            left = f"  {1 / each:.1f} steps/s, {each * (progress.steps - progress.step):.0f} s left"
-        else:
-            self.began = (now, progress.step)
-        sys.stderr.write(f"step {progress.step:5} of {progress.steps}  best validation {100 * best:5.1f} %{left}\n")

@@ -7,6 +7,7 @@ What comes out depends on the split, the transform, the order and the seed alone
 import logging
 import math
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,3 +184,6 @@ def default_workers() -> int:
 
 def _one_thread(worker: int) -> None:
     torch.set_num_threads(1)  # the workers are the parallelism
+    # A Ctrl-C reaches them too, but the process that started them decides; and its handlers are not theirs.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -18,17 +18,25 @@ from vit_memory.training.sweep import Sweep
 FORMAT, VERSION = "vit-memory-checkpoint", 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Standing:
     """What the loop knows besides the tensors."""
 
     step: int  # optimiser steps done
     stopped: dict[int, int]  # settings that diverged, and at which step
-    counted: int = 0  # steps since the last report
+    counted: int = 0  # steps since the last look
+    best: list[float] = field(default_factory=list)  # every setting's best accuracy so far
+    accuracies: list[float] = field(default_factory=list)  # those of the last look; -1 for settings that were stopped
+    waited: int = 0  # looks since any of them improved
 
 
-def training_key(backbone: Backbone, sweep: Sweep, train: Split, validation: Split, facts: Preprocessing) -> str:
-    """A digest of all that decides the weights. A checkpoint of another key is not continued."""
+def training_key(
+    backbone: Backbone, sweep: Sweep, train: Split, validation: Split, facts: Preprocessing, precision: str
+) -> str:
+    """A digest of all that decides the weights. A checkpoint of another key is not continued.
+
+    `precision` is what trunks pass through on their way: the dtype they are stored in, or none.
+    """
     told = {
         "backbone": backbone.fingerprint,
         "dtype": str(backbone.dtype),
@@ -40,6 +48,7 @@ def training_key(backbone: Backbone, sweep: Sweep, train: Split, validation: Spl
         # The order of the images decides the batches; the digest of a split does not know it.
         "order": hashlib.sha256(b"".join(train.digests)).hexdigest(),
         "preprocessing": asdict(facts),
+        "precision": precision,
     }
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
@@ -59,6 +68,8 @@ def read_checkpoint(path: Path, key: str, sweep: Sweep) -> tuple[Tensor, Standin
         told = parse_json(metadata["standing"])
         found, step, counted = told["key"], int(told["step"]), int(told["counted"])
         stopped = {int(setting): int(at) for setting, at in told["stopped"].items()}
+        best, last = ([float(accuracy) for accuracy in told[name]] for name in ("best", "accuracies"))
+        waited = int(told["waited"])
         losses = tensors.pop("losses").clone()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedFile(f"{path}: the checkpoint's description lacks or mistypes {error}.") from None
@@ -68,4 +79,4 @@ def read_checkpoint(path: Path, key: str, sweep: Sweep) -> tuple[Tensor, Standin
             f"Resume with what it was begun with, or begin anew without resuming."
         )
     sweep.load_state(tensors, stopped)
-    return losses, Standing(step, stopped, counted)
+    return losses, Standing(step, stopped, counted, best, last, waited)

@@ -37,8 +37,10 @@ class Recipe:
     augment: Augment = "inception"
     flip: bool = True  # not for digits, letters or anything that has a left and a right
     area: tuple[float, float] = (0.35, 1.0)  # of an inception crop
+    views: int | None = 8  # fixed views of every image, in turn by epoch, which can be stored; None: always new ones
     evaluate_every: int = 50
-    chunk: int = 64  # images whose trunk is held at a time; larger batches are walked in chunks
+    patience: int | None = None  # looks without a better accuracy before it ends, each setting at its best look
+    chunk: int | None = None  # images whose trunk is held at a time; larger batches are walked in chunks. None: by size
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -56,8 +58,10 @@ class Recipe:
                 ("label_smoothing", "0 up to 1", 0 <= self.label_smoothing < 1),
                 ("augment", ", ".join(get_args(Augment)), self.augment in get_args(Augment)),
                 ("area", "0 < smallest <= largest <= 1", 0 < self.area[0] <= self.area[1] <= 1),
+                ("views", "1 or more, or None", self.views is None or self.views >= 1),
                 ("evaluate_every", "1 or more", self.evaluate_every >= 1),
-                ("chunk", "1 or more", self.chunk >= 1),
+                ("patience", "1 or more, or None", self.patience is None or self.patience >= 1),
+                ("chunk", "1 or more, or None", self.chunk is None or self.chunk >= 1),
                 ("seed", "0 or more", self.seed >= 0),
             )
             if not fine
@@ -71,7 +75,12 @@ class Recipe:
 
         Momentum, the clipping norm, the schedule's shape and the rates are ours; the paper does not tell them.
         """
-        return replace(cls(), steps=20_000, batch=512, area=(0.08, 1.0), evaluate_every=1000)
+        return replace(cls(), steps=20_000, batch=512, area=(0.08, 1.0), views=None, evaluate_every=1000)
+
+    @property
+    def fixed_views(self) -> int | None:
+        """How many views an image has in all; None: without end."""
+        return 1 if self.augment == "none" else self.views
 
     def rate_share(self, step: int) -> float:
         """What share of the learning rate step number `step` (from 0) takes."""

@@ -1,19 +1,22 @@
 """A training as a folder: what was asked, what happened, what came out.
 
-config.json             everything that decides the weights, resolved
-log.jsonl               one line per look at the validation images
-checkpoint.safetensors  where it stands; resuming goes on from it
-settings.json           every setting with its validation accuracy
-bad-images.tsv          images that were left out, with the reason, if any
-<name>.safetensors      the best setting's task, written last
+config.json                  everything that decides the weights, resolved
+log.jsonl                    one line per look at the validation images
+curves.png, tensorboard/     the same lines for the eye
+checkpoint.safetensors       where it stands; resuming goes on from it
+settings.json                every setting with its validation accuracy
+bad-images.tsv               images that were left out, with the reason, if any
+<name>.safetensors           the best setting's task, written last
+<name>.backbone.safetensors  regime `full` only: the backbone that was trained, by the library's names
 """
 
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -22,19 +25,21 @@ from vit_memory.data.loading import BadImages, OnBadImage
 from vit_memory.data.sources import Dataset
 from vit_memory.errors import TrainingError
 from vit_memory.files.atomic import write_atomic
-from vit_memory.task import Start, Task, new_task
+from vit_memory.files.container import write_container
+from vit_memory.task import Regime, Start, Task, new_task
+from vit_memory.training.cache import Cache
+from vit_memory.training.crew import Crew
+from vit_memory.training.curves import draw_curves, write_events
 from vit_memory.training.loop import FitResult, Progress, SettingResult, fit
 from vit_memory.training.recipe import Recipe
-
-ComposableRegime = Literal["head", "class", "memory"]
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     """Which tasks are trained beside each other; rates and decays are the recipe's."""
 
-    regimes: tuple[ComposableRegime, ...] = ("memory",)
-    cells: tuple[int, ...] = (5,)  # of the memory regime; 0 is the class regime
+    regimes: tuple[Regime, ...] = ("memory",)
+    cells: tuple[int, ...] = (5,)  # of the regimes with memory; none in `memory` is `class`
     starts: tuple[Start, ...] = ("original",)
     seeds: tuple[int, ...] = (0,)
 
@@ -42,10 +47,10 @@ class Grid:
         """A fresh task for every point, no two alike."""
         made: dict[tuple[Any, ...], Task] = {}
         for regime, cells, start, seed in product(self.regimes, self.cells, self.starts, self.seeds):
-            kind = "class" if regime == "memory" and cells == 0 else regime
-            size = cells if kind == "memory" else 0
-            # A head knows neither cells, start nor randomness: one of it is enough.
-            point = (kind, size, start, seed) if kind != "head" else (kind,)
+            kind: Regime = "class" if regime == "memory" and cells == 0 else regime
+            size = 0 if kind in ("head", "class", "full") else cells
+            # A head knows neither cells, start nor randomness, nor does a backbone: one of them is enough.
+            point = (kind,) if kind in ("head", "full") else (kind, size, start, seed)
             if point in made:
                 continue
             generator = torch.Generator().manual_seed(seed)
@@ -69,16 +74,21 @@ def train_run(
     direct_parents: Sequence[str] = (),
     image_size: int | None = None,
     per_class: int | None = None,
+    cache: Cache | None = None,
     workers: int = 0,
     on_bad_image: OnBadImage = "fail",
     resume: bool = False,
     report: Callable[[Progress], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+    crew: Crew | None = None,
 ) -> FitResult:
     """Train a task on a dataset into a folder. A folder that holds a training already is only resumed, never replaced.
 
-    `parents` are the tasks it extends with all their ancestors; `direct_parents` names the first of these.
+    `parents` are the tasks it extends with all their ancestors; `direct_parents` names the first of these. Of a crew,
+    only the first process writes.
     """
-    checkpoint, log = folder / "checkpoint.safetensors", folder / "log.jsonl"
+    crew, cache = crew or Crew(), cache or Cache()
+    checkpoint = folder / "checkpoint.safetensors"
     if checkpoint.exists() and not resume:
         raise TrainingError(f"{folder}: holds a training already. Go on with it (--resume), or give another --out.")
     if resume and not checkpoint.exists():
@@ -89,7 +99,7 @@ def train_run(
     config = {
         "format": "vit-memory-run/1",
         "name": name,
-        "backbone": asdict(backbone.identity),
+        "backbone": {**asdict(backbone.identity), "dtype": str(backbone.dtype)},
         "data": dataset.record(),
         "train_images": len(train),
         "per_class": per_class,
@@ -100,18 +110,24 @@ def train_run(
         "image_size": image_size,
     }
     if resume:
-        _check_same(folder / "config.json", config)
-    else:
+        begun = _read_begun(folder / "config.json", config)
+        # Free room may have changed since; what was decided then decides now, so that the weights are the same.
+        cache = replace(cache, mode=begun.get("cache", cache.mode)) if cache.mode == "auto" else cache
+    crew.wait()  # until all have looked at the folder as it was
+    log = _Log(folder, anew=not resume) if crew.first else None
+    if crew.first and not resume:
         _write_json(folder / "config.json", config)
-        log.unlink(missing_ok=True)
     bad = BadImages()
 
     def note(progress: Progress) -> None:
-        # A resumed training may look again at what it looked at before it was stopped: the later line counts.
-        with log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_plain(progress)) + "\n")
+        if log is not None and progress.accuracies is not None:
+            log.add(progress)
         if report is not None:
             report(progress)
+
+    def decided(kind: str) -> None:
+        if crew.first and not resume:
+            _write_json(folder / "config.json", {**config, "cache": kind})
 
     result = fit(
         backbone,
@@ -121,30 +137,77 @@ def train_run(
         recipe,
         parents=parents,
         image_size=image_size,
+        cache=cache,
         workers=workers,
         on_bad_image=on_bad_image,
         bad=bad,
         report=note,
+        decided=decided,
+        stop=stop,
+        crew=crew,
         checkpoint=checkpoint,
         resume=resume,
     )
-    if bad:
-        bad.write(folder / "bad-images.tsv")
-    _write_json(folder / "settings.json", [_row(r) for r in result.settings])
-    best = result.best.task
-    told = {**best.record.recipe, "data": dataset.record(), "per_class": per_class}
-    replace(best, record=replace(best.record, recipe=told)).save(folder / f"{name}.safetensors")
+    if log is not None:
+        if bad:
+            bad.write(folder / "bad-images.tsv")
+        _write_json(folder / "settings.json", [_row(r) for r in result.settings])
+        log.draw([r.setting.name for r in result.settings])
+        _save_best(folder, name, result, {"data": dataset.record(), "per_class": per_class})
+    crew.wait()
     return result
 
 
-def _check_same(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse to go on with another training than the folder's, naming what differs."""
+def _save_best(folder: Path, name: str, result: FitResult, told: Mapping[str, Any]) -> None:
+    best = result.best
+    if best.backbone is not None:
+        weights = {key: value.detach().cpu() for key, value in best.backbone.model.state_dict().items()}
+        about = {"format": "vit-memory-backbone/1", "backbone": best.backbone.name, "task": name}
+        write_container(folder / f"{name}.backbone.safetensors", about, weights)
+    record = replace(best.task.record, recipe={**best.task.record.recipe, **told})
+    replace(best.task, record=record).save(folder / f"{name}.safetensors")
+
+
+class _Log:
+    """One line per look. A resumed training may look again at what it looked at before it was stopped: the later
+    line counts, and the earlier one goes when the curves are drawn.
+    """
+
+    def __init__(self, folder: Path, *, anew: bool) -> None:
+        self.folder, self.path = folder, folder / "log.jsonl"
+        if anew:
+            self.path.unlink(missing_ok=True)
+
+    def add(self, progress: Progress) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": round(time.time(), 3), **_plain(progress)}) + "\n")
+
+    def draw(self, names: Sequence[str]) -> None:
+        """Curves of every setting, as a picture and for TensorBoard."""
+        lines = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+        rows = {line["step"]: line for line in lines}  # the later of two
+        drawn: dict[str, dict[str, list[tuple[int, float]]]] = {}
+        for key in ("losses", "validation_accuracies"):
+            drawn[key] = {
+                name: [(step, rows[step][key][i]) for step in sorted(rows) if rows[step][key][i] is not None]
+                for i, name in enumerate(names)
+            }
+        write_atomic(self.folder / "curves.png", [draw_curves(drawn["losses"], drawn["validation_accuracies"])])
+        tags = {"losses": "loss", "validation_accuracies": "validation accuracy"}
+        for i, name in enumerate(names):
+            scalars = {tag: drawn[key][name] for key, tag in tags.items()}
+            place = "".join(c if c.isalnum() or c in " .-" else "_" for c in name).replace(" ", "_")
+            write_events(self.folder / "tensorboard" / place, str(i), lines[0]["time"], scalars)
+
+
+def _read_begun(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the training was begun with; refuses to go on with another, naming what differs."""
     try:
         begun = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise TrainingError(f"{path}: cannot be read ({error}), so it is not known what to go on with.") from error
     now = json.loads(json.dumps(config))
-    different = sorted(key for key in {*begun, *now} if begun.get(key) != now.get(key))
+    different = sorted(key for key in {*begun, *now} - {"cache"} if begun.get(key) != now.get(key))
     if different:
         details = [
             f"{key}.{part}: {begun[key].get(part)} then, {now[key].get(part)} now"
@@ -157,6 +220,7 @@ def _check_same(path: Path, config: Mapping[str, Any]) -> None:
             f"{path.parent}: was begun with other settings: {'; '.join(details[:6])}. "
             f"Resume with the same, or begin anew with another --out."
         )
+    return dict(begun)
 
 
 def _row(result: SettingResult) -> dict[str, Any]:

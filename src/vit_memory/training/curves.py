@@ -1,0 +1,127 @@
+"""A training's curves, for eyes and for TensorBoard, from the lines of its log.
+
+Both are written here without their usual libraries: an event file is a few framed messages, and a chart of a few lines
+needs no more than Pillow. So every run has them, whatever is installed.
+"""
+
+import io
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+Points = Sequence[tuple[int, float]]  # step and value
+_COLOURS = ("#1f5fa8", "#c8501e", "#2e8b57", "#8b3fa0", "#b8860b", "#d1477a", "#3aa6a6", "#666666")
+_WIDE, _HIGH, _EDGE = 760, 360, 56
+_NAMED = 14  # settings that a legend has room for
+
+
+def draw_curves(losses: Mapping[str, Points], accuracies: Mapping[str, Points]) -> bytes:
+    """Two charts as PNG: the training loss and the validation accuracy of every setting."""
+    rows = min(len(losses), _NAMED)
+    image = Image.new("RGB", (2 * _WIDE, _HIGH + 2 * _EDGE + 20 * ((rows + 1) // 2)), "white")
+    pen = ImageDraw.Draw(image)
+    _chart(pen, 0, "training loss", losses, percent=False)
+    _chart(pen, _WIDE, "validation accuracy, %", accuracies, percent=True)
+    for i, name in enumerate(list(losses)[:_NAMED]):
+        left, top = _EDGE + (i % 2) * _WIDE, _HIGH + 2 * _EDGE - 8 + 20 * (i // 2)
+        pen.line((left, top + 7, left + 24, top + 7), fill=_COLOURS[i % len(_COLOURS)], width=3)
+        pen.text((left + 32, top), name, fill="#333333", font=_font(13))
+    written = io.BytesIO()
+    image.save(written, "PNG", optimize=True)
+    return written.getvalue()
+
+
+def _chart(pen: ImageDraw.ImageDraw, left: int, title: str, lines: Mapping[str, Points], *, percent: bool) -> None:
+    scale = 100 if percent else 1
+    points = [point for line in lines.values() for point in line]
+    steps = [step for step, _ in points] or [1]
+    values = [scale * value for _, value in points] or [0.0]
+    first, last = 0, max(steps)
+    low, high = min(values), max(values)
+    room = max((high - low) * 0.05, 1e-3)
+    low, high = max(0.0, low - room), high + room
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        across = (step - first) / max(1, last - first)
+        up = (value - low) / (high - low)
+        return left + _EDGE + across * (_WIDE - 2 * _EDGE), _EDGE + (1 - up) * _HIGH
+
+    pen.text((left + _EDGE, 18), title, fill="#111111", font=_font(16))
+    for i in range(5):
+        value, step = low + (high - low) * i / 4, round(last * i / 4)
+        y, x = place(0, value)[1], place(step, low)[0]
+        pen.line((left + _EDGE, y, left + _WIDE - _EDGE, y), fill="#e3e3e3")
+        pen.text((left + _EDGE - 6, y), f"{value:.3g}", fill="#555555", font=_font(12), anchor="rm")
+        pen.text((x, _EDGE + _HIGH + 6), str(step), fill="#555555", font=_font(12), anchor="mt")
+    for i, line in enumerate(lines.values()):
+        colour = _COLOURS[i % len(_COLOURS)]
+        path = [place(step, scale * value) for step, value in line]
+        if len(path) > 1:
+            pen.line(path, fill=colour, width=2, joint="curve")
+        for x, y in path:
+            pen.ellipse((x - 2.5, y - 2.5, x + 2.5, y + 2.5), fill=colour)
+
+
+@cache
+def _font(points: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(points)
+
+
+def write_events(folder: Path, name: str, began: float, lines: Mapping[str, Iterable[tuple[int, float]]]) -> None:
+    """One TensorBoard event file of scalars, by tag. Written anew each time: a log is small."""
+    records = [_event(began, 0, b"\x1a" + _bytes(b"brain.Event:2"))]
+    for tag, points in lines.items():
+        for step, value in points:
+            scalar = b"\x0a" + _bytes(tag.encode()) + b"\x15" + struct.pack("<f", value)
+            records.append(_event(began, step, b"\x2a" + _bytes(b"\x0a" + _bytes(scalar))))
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / ".partial"
+    partial.write_bytes(b"".join(map(_framed, records)))
+    partial.replace(folder / f"events.out.tfevents.{int(began):010d}.{name}")
+
+
+def _event(time: float, step: int, what: bytes) -> bytes:
+    """Protocol buffer fields 1 (wall time), 2 (step), then the given one."""
+    return b"\x09" + struct.pack("<d", time) + b"\x10" + _varint(step) + what
+
+
+def _bytes(content: bytes) -> bytes:
+    return _varint(len(content)) + content
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _framed(record: bytes) -> bytes:
+    """Length, its checksum, the record, its checksum."""
+    length = struct.pack("<Q", len(record))
+    return length + _masked_crc(length) + record + _masked_crc(record)
+
+
+def _masked_crc(content: bytes) -> bytes:
+    crc = 0xFFFFFFFF
+    for byte in content:
+        crc = _crc_table()[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+@cache
+def _crc_table() -> tuple[int, ...]:
+    """CRC-32C, Castagnoli's polynomial reflected."""
+    table = []
+    for byte in range(256):
+        crc = byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+        table.append(crc)
+    return tuple(table)

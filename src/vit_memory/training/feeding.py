@@ -1,0 +1,175 @@
+"""What a training eats: for every step, what its settings look at, live from images or from a store.
+
+Every epoch has an order of its own, drawn from the seed, and a view: its number, or, where the views are fixed, its
+number among them. Both feeds give the same images in the same steps; a store only takes the backbone's pass away.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from vit_memory.data.loading import Loader
+from vit_memory.data.transforms import view_size
+from vit_memory.errors import TrainingError
+from vit_memory.training.cache import Cache, Shape, Store, Taken, decide
+from vit_memory.training.crew import Crew
+from vit_memory.training.recipe import Recipe
+from vit_memory.training.regimes import REGIMES
+from vit_memory.training.sweep import Seen, Sweep
+
+Piece = tuple[Seen, Tensor]  # what settings look at, and its labels; at most a chunk of images
+Group = tuple[int, list[int]]  # the places of one batch, and the view they are seen in
+_LIVE_BYTES, _STORED_BYTES = 80 * 2**20, 512 * 2**20
+_FEWEST = 8  # images: below, every product is bound by reading its weights
+GROUP = 64  # images that are judged, or whose views are stored, at a time
+_PLANNED = 256  # batches handed to the workers at once, so that a long training is not one long list
+
+
+class Feed(Protocol):
+    """What the loop asks for."""
+
+    kind: Literal["ram", "disk", "off"]
+    precision: str  # what trunks were kept in, or "live"
+
+    def steps(self, start: int) -> Iterator[Iterator[Piece]]:
+        """From step number `start` to the last, each in pieces."""
+
+    def validation(self) -> Iterator[Piece]:
+        """All validation images."""
+
+
+class Live:
+    """Every view is computed when it is needed."""
+
+    kind: Literal["ram", "disk", "off"] = "off"
+    precision = "live"
+
+    def __init__(self, sweep: Sweep, train: Loader, judge: Loader, crew: Crew) -> None:
+        self.sweep, self.train, self.judge, self.crew = sweep, train, judge, crew
+
+    def steps(self, start: int) -> Iterator[Iterator[Piece]]:
+        """Batches by the workers, looked at a chunk at a time."""
+        recipe = self.sweep.recipe
+        shape = Shape.of(self.sweep.backbone, view_size(self.train.transform.preprocessing))
+        chunk = chunk_of(self.sweep, shape, stored=False)
+        plan = plan_steps(len(self.train.split), recipe, start, self.crew)
+        while groups := list(islice(plan, _PLANNED)):
+            for batch in self.train.planned(groups, recipe.seed):
+                yield (
+                    (self._look(batch.images[i : i + chunk]), batch.labels[i : i + chunk])
+                    for i in range(0, len(batch.labels), chunk)
+                )
+
+    def validation(self) -> Iterator[Piece]:
+        """Without augmentation."""
+        for batch in self.judge.batches(self.crew.share(len(self.judge.split))):
+            yield self._look(batch.images), batch.labels
+
+    def _look(self, images: Tensor) -> Seen:
+        backbone = self.sweep.backbone
+        return self.sweep.look(backbone.check_images(images.to(backbone.device)))
+
+
+class Stored:
+    """Every view was computed once, before the first step."""
+
+    def __init__(self, sweep: Sweep, train: Store, judge: Store, kind: Literal["ram", "disk"], crew: Crew) -> None:
+        self.sweep, self.train, self.judge, self.crew = sweep, train, judge, crew
+        self.kind: Literal["ram", "disk", "off"] = kind
+        self.precision = str(train.dtype)
+
+    def steps(self, start: int) -> Iterator[Iterator[Piece]]:
+        """Rows of the store, turned into trunks a chunk at a time."""
+        recipe = self.sweep.recipe
+        plan = plan_steps(len(self.train.loader.split), recipe, start, self.crew)
+        chunk = chunk_of(self.sweep, self.train.shape, stored=True)
+        for taken, labels in self.train.take(plan):
+            yield chunks(taken, labels, chunk)
+
+    def validation(self) -> Iterator[Piece]:
+        """The one view of every validation image."""
+        places = self.judge.places
+        for taken, labels in self.judge.take((0, places[i : i + GROUP]) for i in range(0, len(places), GROUP)):
+            yield from chunks(taken, labels, GROUP)
+
+
+def feed(
+    sweep: Sweep,
+    train: Loader,
+    judge: Loader,
+    cache: Cache,
+    crew: Crew,
+    decided: Callable[[str], None],
+    report: Callable[[int, int], None],
+    check_stop: Callable[[], None],
+) -> Feed:
+    """Live or stored, as the cache says and the regimes, the views and the room allow. A store is filled here."""
+    recipe = sweep.recipe
+    storable = all(REGIMES[setting.task.regime].stored for setting in sweep.settings)
+    views = recipe.fixed_views
+    if cache.mode in ("ram", "disk") and not (storable and views):
+        reason = "every epoch has new views. Fix them with --views" if storable else "its regime has no trunk to store"
+        raise TrainingError(f"nothing can be stored: {reason}, or leave the cache off.")
+    if cache.mode == "off" or not storable or views is None:
+        decided("off")
+        return Live(sweep, train, judge, crew)
+    batch = min(recipe.batch, len(train.split))
+    epochs = math.ceil(recipe.steps / math.ceil(len(train.split) / batch))
+    stores = (
+        Store(sweep.backbone, train, min(views, epochs), recipe.seed, cache, crew.share(len(train.split))),
+        Store(sweep.backbone, judge, 1, 0, cache, crew.share(len(judge.split))),
+    )
+    rows = [store.rows for store in stores]
+    looks = math.ceil(recipe.steps / recipe.evaluate_every)
+    visits = recipe.steps * batch // crew.size + rows[1] * looks
+    need, held = (sum(getattr(store, name) for store in stores) for name in ("need", "held"))
+    kind = crew.agreed(decide(cache, need, held, visits, sum(rows)))
+    decided(kind)
+    if kind == "off":
+        return Live(sweep, train, judge, crew)
+    done = 0
+    for store in stores:
+        store.open(disk=kind == "disk")
+        store.fill(partial(_told, report, done, sum(rows)), check_stop)
+        done += store.rows
+    return Stored(sweep, *stores, kind, crew)
+
+
+def plan_steps(images: int, recipe: Recipe, start: int, crew: Crew) -> Iterator[Group]:
+    """The batches of steps `start` to the last; of each, the places that are this process's to look at."""
+    size = min(recipe.batch, images)
+    per_epoch = math.ceil(images / size)
+    for step in range(start, recipe.steps):
+        epoch, place = divmod(step, per_epoch)
+        if step == start or place == 0:
+            generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + epoch)
+            order = torch.randperm(images, generator=generator).tolist()
+        chosen = order[place * size : (place + 1) * size]
+        view = epoch if recipe.fixed_views is None else epoch % recipe.fixed_views
+        yield view, [i for i in chosen if i % crew.size == crew.rank]
+
+
+def _told(report: Callable[[int, int], None], before: int, total: int, done: int) -> None:
+    report(before + done, total)
+
+
+def chunk_of(sweep: Sweep, shape: Shape, *, stored: bool) -> int:
+    """How many images' trunks are held at a time: all that fit a bound, for a few long products beat many short ones.
+
+    Live, the bound keeps a step's memory near that of plain inference; a stored trunk has no pass beside it.
+    """
+    if sweep.recipe.chunk is not None:
+        return sweep.recipe.chunk
+    each = shape.bytes(1, sweep.backbone.dtype)
+    return max(_FEWEST, (_STORED_BYTES if stored else _LIVE_BYTES) // each)
+
+
+def chunks(taken: Taken, labels: Tensor, chunk: int) -> Iterator[Piece]:
+    """What was taken of a store as trunks, so many images at a time."""
+    for i in range(0, len(labels), chunk):
+        yield taken.trunk(i, i + chunk), labels[i : i + chunk]

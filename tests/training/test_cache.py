@@ -1,0 +1,199 @@
+"""Promise 5, repeatable: what is trained from stored trunks is what is trained live; a store is never used wrongly."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_sweep import FACTS, assert_same_weights, backbone, coloured, fresh  # noqa: F401 - a fixture
+
+from vit_memory.data.images import ImageArray
+from vit_memory.data.loading import BadImages, Loader
+from vit_memory.data.splits import Split
+from vit_memory.data.transforms import Training
+from vit_memory.errors import TrainingError, TrainingStopped
+from vit_memory.training import cache as caching
+from vit_memory.training.cache import Cache, Store, decide
+from vit_memory.training.loop import fit
+from vit_memory.training.recipe import Recipe
+
+RECIPE = Recipe(steps=14, batch=8, chunk=5, views=2, learning_rates=(0.1, 0.3), evaluate_every=7)
+
+
+def train(backbone, cache, recipe=RECIPE, **options):  # noqa: F811
+    tasks = [fresh(backbone, 3), fresh(backbone, regime="class"), fresh(backbone, regime="head")]
+    return fit(backbone, tasks, coloured(20, 1), coloured(12, 2), recipe, cache=cache, **options)
+
+
+@pytest.mark.parametrize("mode", ["ram", "disk"])
+@pytest.mark.parametrize("augment", ["inception", "none"])
+def test_stored_and_live_training_of_the_same_views_give_the_same_weights(backbone, tmp_path, mode, augment):  # noqa: F811
+    recipe = replace(RECIPE, augment=augment)
+    live = train(backbone, Cache("off"), recipe)
+    stored = train(backbone, Cache(mode, "float32", tmp_path), recipe)
+    assert (live.cache, stored.cache) == ("off", mode)
+    for a, b in zip(live.settings, stored.settings, strict=True):
+        assert_same_weights(a.task, b.task, atol=1e-5)
+        assert a.accuracy == b.accuracy
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_stores_train_close_by(backbone, tmp_path, dtype):  # noqa: F811
+    live, stored = train(backbone, Cache("off")), train(backbone, Cache("ram", dtype))
+    for a, b in zip(live.settings, stored.settings, strict=True):
+        assert_same_weights(a.task, b.task, atol=2e-2)
+    assert not torch.equal(live.settings[0].task.head_weight, stored.settings[0].task.head_weight)  # it was used
+
+
+def store(backbone, folder, *, split=None, seed=0, facts=FACTS, views=2, dtype="float16"):  # noqa: F811
+    split = split or coloured(20, 1)
+    loader = Loader(split, Training(facts), 5, on_bad_image="skip")
+    return Store(backbone, loader, views, seed, Cache("disk", dtype, folder), range(len(split)))
+
+
+def content(kept):
+    return [(kept.folder / name).read_bytes() for name in ("trunks.bin", "features.bin", "done.bin")]
+
+
+def passes(monkeypatch):
+    """The batches that went through the backbone from here on."""
+    seen = []
+    run = caching.run_trunk
+    monkeypatch.setattr(caching, "run_trunk", lambda roles, images: seen.append(len(images)) or run(roles, images))
+    return seen
+
+
+def stop_after(groups):
+    left = [groups]
+
+    def stop():
+        left[0] -= 1
+        if left[0] < 0:
+            raise TrainingStopped("now")
+
+    return stop
+
+
+def test_a_store_that_was_cut_off_is_continued_to_the_same_bits(backbone, tmp_path, monkeypatch):  # noqa: F811
+    whole = store(backbone, tmp_path / "whole").open(disk=True)
+    whole.fill()
+    with pytest.raises(TrainingStopped):
+        store(backbone, tmp_path / "cut").open(disk=True).fill(stop=stop_after(3))
+    again = store(backbone, tmp_path / "cut")
+    assert again.held > 0
+    again.open(disk=True)
+    seen = passes(monkeypatch)
+    told = []
+    again.fill(told.append)
+    assert seen == [5] * 5  # of eight groups, three were there
+    assert told == [20, 25, 30, 35, 40]
+    assert content(again) == content(whole)
+    seen.clear()
+    store(backbone, tmp_path / "cut").open(disk=True).fill()
+    assert seen == [1]  # the blank image that tells how long a row is
+
+
+@pytest.mark.parametrize("name", ["trunks.bin", "features.bin", "done.bin"])
+def test_a_store_whose_file_is_short_or_gone_is_begun_anew(backbone, tmp_path, name):  # noqa: F811
+    kept = store(backbone, tmp_path).open(disk=True)
+    kept.fill()
+    before = content(kept)
+    for harm in (lambda file: file.write_bytes(file.read_bytes()[:-1]), lambda file: file.unlink()):
+        harm(kept.folder / name)
+        again = store(backbone, tmp_path).open(disk=True)
+        assert not again._done.any()
+        again.fill()
+        assert content(again) == before
+
+
+def test_whatever_changes_a_trunk_names_another_store(backbone, tmp_path):  # noqa: F811
+    other_backbone = type(backbone)(backbone.model, backbone.family, "other", FACTS)
+    other_backbone._fingerprint = "another"
+    reordered = coloured(20, 1).select(range(19, -1, -1))
+    folders = [
+        store(backbone, tmp_path).folder,
+        store(other_backbone, tmp_path).folder,
+        store(backbone, tmp_path, split=coloured(20, 3)).folder,
+        store(backbone, tmp_path, split=reordered).folder,
+        store(backbone, tmp_path, seed=1).folder,
+        store(backbone, tmp_path, views=3).folder,
+        store(backbone, tmp_path, dtype="float32").folder,
+        store(backbone, tmp_path, facts=FACTS.at(48)).folder,
+    ]
+    assert len(set(folders)) == len(folders)
+    assert store(backbone, tmp_path).folder == folders[0]
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers_and_auto_goes_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(caching, "free_memory", lambda: 10 * 10**9)
+    monkeypatch.setattr(caching, "free_disk", lambda folder: 20 * 10**9)
+
+    def asked(mode, need, held=0, visits=1000):
+        return decide(Cache(mode, folder=tmp_path), need, held, visits, 100)
+
+    with pytest.raises(
+        TrainingError, match=r"memory does not hold 9\.0 GB of trunks .* 10\.0 GB memory, 20\.0 GB disk"
+    ):
+        asked("ram", 9 * 10**9)
+    with pytest.raises(TrainingError, match=r"does not hold 21\.0 GB .*--views.*--cache off"):
+        asked("disk", 21 * 10**9)
+    assert asked("disk", 21 * 10**9, held=5 * 10**9) == "disk"
+    assert asked("auto", 4 * 10**9) == "ram"
+    assert asked("auto", 9 * 10**9) == "disk"
+    assert asked("auto", 15 * 10**9) == "off"
+    assert asked("auto", 10**6, visits=100) == "off"  # every view is seen once: storing would only cost
+    assert asked("off", 1) == "off"
+
+
+def test_bad_images_are_left_out_of_a_store_and_told_each_time(backbone, tmp_path):  # noqa: F811
+    pixels = np.random.default_rng(0).random((12, 32, 32, 3)).astype(np.float32)
+    pixels[5, 0, 0, 0] = np.nan
+    split = Split.of(ImageArray.whole("noise", pixels), np.arange(12) % 3)
+    live_bad, stored_bad, again_bad = BadImages(), BadImages(), BadImages()
+    results = [
+        fit(
+            backbone,
+            [fresh(backbone)],
+            split,
+            coloured(12, 2),
+            replace(RECIPE, learning_rates=(0.1,)),
+            cache=cache,
+            on_bad_image="skip",
+            bad=bad,
+        )
+        for cache, bad in (
+            (Cache("off"), live_bad),
+            (Cache("disk", "float32", tmp_path), stored_bad),
+            (Cache("disk", "float32", tmp_path), again_bad),
+        )
+    ]
+    assert list(live_bad.reasons) == list(stored_bad.reasons) == list(again_bad.reasons) == ["noise[5]"]
+    for result in results[1:]:
+        assert_same_weights(result.best.task, results[0].best.task, atol=1e-5)
+
+
+def test_values_beyond_half_precision_do_not_become_infinite(backbone, monkeypatch):  # noqa: F811
+    run = caching.run_trunk
+
+    def huge(roles, images):
+        trunk = run(roles, images)
+        return replace(trunk, keys=tuple(k * 1e9 for k in trunk.keys))
+
+    kept = store(backbone, None).open(disk=False)
+    monkeypatch.setattr(caching, "run_trunk", huge)
+    kept.fill()
+    assert kept._trunks.isfinite().all()
+
+
+def test_a_store_says_what_it_is(backbone, tmp_path):  # noqa: F811
+    kept = store(backbone, tmp_path).open(disk=True)
+    about = json.loads((kept.folder / "store.json").read_text())
+    assert (about["images"], about["views"], about["kept_in"]) == (20, 2, "torch.float16")
+
+
+def test_what_cannot_be_stored_is_refused(backbone):  # noqa: F811
+    with pytest.raises(TrainingError, match="every epoch has new views"):
+        train(backbone, Cache("ram"), replace(RECIPE, views=None))
+    with pytest.raises(TrainingError, match="cache mode is 'tape'"):
+        Cache("tape")

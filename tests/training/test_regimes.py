@@ -1,0 +1,132 @@
+"""The regimes that do not compose: one loop trains them too, and the library's own model is the judge."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_sweep import FACTS, LABELS, backbone, coloured, fresh  # noqa: F401 - a fixture
+
+from builders import images
+from vit_memory import load_backbone, new_task
+from vit_memory.data.loading import Loader
+from vit_memory.data.transforms import Training
+from vit_memory.errors import TrainingError
+from vit_memory.graph import TaskGraph
+from vit_memory.training.crew import Crew
+from vit_memory.training.feeding import plan_steps
+from vit_memory.training.loop import fit
+from vit_memory.training.recipe import Recipe
+from vit_memory.training.regimes import REGIMES, Alone, sweep_of
+from vit_memory.training.sweep import Setting
+
+RECIPE = Recipe(steps=40, batch=12, augment="none", learning_rates=(0.05, 0.2), evaluate_every=20)
+LONERS = [regime for regime, facts in REGIMES.items() if not facts.composes]
+
+
+@pytest.mark.parametrize("regime", LONERS)
+def test_a_regime_that_does_not_compose_learns_and_answers_as_it_was_judged(backbone, regime):  # noqa: F811
+    before = {name: value.clone() for name, value in backbone.model.state_dict().items()}
+    validation = coloured(30, 2)
+    result = fit(backbone, [fresh(backbone, regime=regime)], coloured(60, 1), validation, RECIPE)
+    assert result.cache == "off"
+    assert result.best.accuracy > 0.5  # of three colours
+    for name, value in backbone.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    model = Alone(result.best.backbone or backbone, result.best.task)
+    assert result.best.task.backbone.fingerprint == model.backbone.fingerprint
+    loader = Loader(validation, Training(FACTS, augment="none"), 30)
+    (batch,) = loader.batches()
+    right = (model(batch.images)["tint"].argmax(-1) == batch.labels).float().mean()
+    assert float(right) == pytest.approx(result.best.accuracy)
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
+def test_full_fine_tuning_is_that_of_torch_and_the_library(optimiser):
+    from transformers import ViTConfig, ViTModel
+
+    torch.manual_seed(0)
+    library = ViTModel(
+        ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=32),
+        add_pooling_layer=False,
+    )
+    ours = load_backbone(library, preprocessing=FACTS)
+    train = coloured(24, 1)
+    rate = 0.05 if optimiser == "sgd" else 1e-3
+    recipe = Recipe(
+        steps=6, batch=8, optimiser=optimiser, learning_rates=(rate,), weight_decays=(0.01,), augment="none", warmup=2
+    )
+    result = fit(ours, [new_task(ours, "tint", LABELS, regime="full")], train, coloured(9, 2), recipe).best
+
+    theirs, head = library.eval(), torch.nn.Linear(32, 3)
+    torch.nn.init.zeros_(head.weight)
+    torch.nn.init.zeros_(head.bias)
+    parameters = [*theirs.parameters(), *head.parameters()]
+    made = (
+        torch.optim.SGD(parameters, rate, momentum=0.9, weight_decay=0.01)
+        if optimiser == "sgd"
+        else torch.optim.AdamW(parameters, rate, weight_decay=0.01)
+    )
+    loader = Loader(train, Training(FACTS, augment="none"), 8)
+    groups = list(plan_steps(24, recipe, 0, Crew()))
+    for step, batch in enumerate(loader.planned(groups, recipe.seed)):
+        made.zero_grad()
+        F.cross_entropy(head(theirs(batch.images).last_hidden_state[:, 0]), batch.labels).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        made.param_groups[0]["lr"] = rate * recipe.rate_share(step)
+        made.step()
+    torch.testing.assert_close(result.task.head_weight, head.weight.detach(), rtol=0, atol=1e-4)
+    tuned = result.backbone.model.state_dict()
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(tuned[name], value, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_unmasked_gradients_are_those_of_numeric_differences(backbone):  # noqa: F811
+    task = fresh(backbone, 2, regime="memory-unmasked")
+    task = replace(task, head_weight=torch.randn(3, backbone.width, generator=torch.Generator().manual_seed(1)))
+    sweep = sweep_of(backbone, [Setting(task, 0.1)], TaskGraph(), Recipe())
+    batch, labels = images(3), torch.tensor([0, 1, 2])
+    sweep.learn(batch, labels)
+    values = sweep.stacks["cells"].values
+    slope = values.grad.clone()
+    direction = torch.randn(values.shape, generator=torch.Generator().manual_seed(2))
+    ends = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            values.add_(sign * 1e-4 * direction)
+            ends.append(float(sweep.losses(sweep.logits(batch), labels)))
+            values.sub_(sign * 1e-4 * direction)
+    assert (ends[0] - ends[1]) / 2e-4 == pytest.approx(float((slope * direction).sum()), rel=0.05)
+
+
+def test_what_a_regime_cannot_do_is_refused(backbone):  # noqa: F811
+    parent = replace(fresh(backbone), name="colour")
+    child = replace(fresh(backbone, regime="propagated"), parents=("colour",))
+    with pytest.raises(TrainingError, match="only class, head, memory tasks can extend others"):
+        fit(backbone, [child], coloured(12, 1), coloured(6, 2), RECIPE, parents=[parent])
+    with pytest.raises(TrainingError, match="only class, head, memory share one pass"):
+        fit(backbone, [fresh(backbone), fresh(backbone, regime="full")], coloured(12, 1), coloured(6, 2), RECIPE)
+
+
+def test_early_stopping_ends_with_every_settings_best_look(backbone):  # noqa: F811
+    recipe = Recipe(steps=400, batch=12, augment="none", learning_rates=(0.02, 0.3), evaluate_every=5, patience=3)
+    looks = []
+    result = fit(
+        backbone,
+        [fresh(backbone)],
+        coloured(60, 1),
+        coloured(30, 2),
+        recipe,
+        report=lambda progress: progress.accuracies and looks.append(progress.accuracies),
+    )
+    assert len(looks) < 80
+    for i, setting in enumerate(result.settings):
+        assert setting.accuracy == max(look[i] for look in looks)
+    assert max(max(look) for look in looks[:-3]) >= max(max(look) for look in looks[-3:])
+    validation = coloured(30, 2)
+    from vit_memory import MemoryViT
+
+    (batch,) = Loader(validation, Training(FACTS, augment="none"), 30).batches()
+    for setting in result.settings:
+        answers = MemoryViT(backbone, [setting.task])(batch.images)["tint"].argmax(-1)
+        assert float((answers == batch.labels).float().mean()) == pytest.approx(setting.accuracy)
