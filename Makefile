@@ -6,8 +6,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test test-slow test-all setup lint types format bench clean
 
-demo: setup  ## set up, then prove the promises on every family
-	$(BIN)/vit-memory verify --all-families
+demo: setup  ## set up, then teach the bundled backbone three tasks and write demo/index.html
+	$(BIN)/vit-memory demo
 
 test: lint types  ## set up, then lint, types, tests
 	$(BIN)/pytest -n 2 -m "not slow"

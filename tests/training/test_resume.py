@@ -98,7 +98,10 @@ from builders import tiny_backbone
 from vit_memory import load_backbone
 from training.test_sweep import FACTS
 from training.test_resume import run
-result = run(load_backbone(tiny_backbone().model, preprocessing=FACTS), Path({path!r}), checkpoint_every=1, resume=True)
+from vit_memory.training.cache import Cache
+backbone = load_backbone(tiny_backbone().model, preprocessing=FACTS)
+cache = Cache("disk", folder=Path({path!r} + "-store"))
+result = run(backbone, Path({path!r}), checkpoint_every=1, resume=True, cache=cache)
 print(*(r.task.digest for r in result.settings))
 """
 

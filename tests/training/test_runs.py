@@ -1,8 +1,13 @@
 """vit-memory train: a folder of images in, a run folder with a task file out; nothing replaced, nothing guessed."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from builders import library_model
@@ -47,8 +52,6 @@ def test_a_folder_of_images_becomes_a_task_file_that_answers(photos, backbone, t
     assert task.record.metrics["validation_accuracy"] == max(row["validation_accuracy"] for row in rows)
     assert task.record.recipe["data"]["splits"]["test"]["images"] == 6
     loaded = load_backbone(backbone)
-    import torch
-
     assert MemoryViT(loaded, [task])(torch.zeros(2, 3, 32, 32))["birds"].shape == (2, 3)
     assert "2 cells, rate 0.2" in said.output
 
@@ -110,3 +113,83 @@ def test_bad_images_are_left_out_when_asked_and_reported_in_the_run(photos, back
     assert said.exit_code == 0, said.output
     assert json.loads((tmp_path / "b/log.jsonl").read_text().splitlines()[-1])["step"] == 30
     assert (tmp_path / "b/bad-images.tsv").read_text().count("not an image of a known format") >= 8
+
+
+@pytest.mark.parametrize("regime", ["memory-unmasked", "full"])
+def test_a_regime_that_stands_alone_is_trained_and_evaluated_like_any(photos, backbone, tmp_path, regime):
+    said = train(photos, backbone, tmp_path / "run", "--regime", regime, "--lr", "0.01")
+    assert said.exit_code == 0, (said.output, said.exception)
+    file = tmp_path / "run/birds.safetensors"
+    assert (tmp_path / "run/birds.backbone.safetensors").exists() == (regime == "full")
+    words = ["evaluate", str(file), "--data", photos, "--split", "validation", "--workers", "0", "--json"]
+    scored = CliRunner().invoke(app, words)
+    assert scored.exit_code == 0, scored.exception
+    accuracy = Task.load(file).record.metrics["validation_accuracy"]
+    assert json.loads(scored.stdout)["tasks"]["birds"]["top1"] == pytest.approx(accuracy)
+    if regime == "full":
+        (tmp_path / "run/birds.backbone.safetensors").unlink()
+        assert "birds.backbone.safetensors is missing" in str(CliRunner().invoke(app, words).exception)
+
+
+def test_curves_are_a_picture_and_events_that_tensorboard_frames(photos, backbone, tmp_path):
+    from PIL import Image
+
+    assert train(photos, backbone, tmp_path / "run", "--lr", "0.1,0.2").exit_code == 0
+    with Image.open(tmp_path / "run/curves.png") as picture:
+        assert picture.size[0] == 1520
+        assert len(set(picture.convert("RGB").getdata())) > 5
+    (events,) = (tmp_path / "run/tensorboard/5_cells_rate_0.1").iterdir()
+    content = events.read_bytes()
+    # The first record as TensorBoard's own writer frames it: its length, and the checksum of that length.
+    assert content[:12] == bytes.fromhex("1800000000000000a37f4b22")
+    assert content.count(b"brain.Event:2") == 1
+    assert content.count(b"validation accuracy") == 2
+    assert content.count(b"\x0a\x04loss\x15") == 2
+
+
+def command(photos, backbone, out, *more):
+    words = ["train", photos, "--name", "birds", "--backbone", backbone, "--out", str(out), "--batch", "8", *more]
+    return ["-m", "vit_memory", *words, "--workers", "0", "--lr", "0.05,0.2"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_says_how_to_go_on_to_the_same_task(photos, backbone, tmp_path):
+    more = ["--steps", "400", "--evaluate-every", "20"]
+    subprocess.run([sys.executable, *command(photos, backbone, tmp_path / "whole", *more)], check=True)
+    cut = command(photos, backbone, tmp_path / "cut", *more)
+    process = subprocess.Popen([sys.executable, *cut], stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if line.startswith("step 40 "):
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.stderr.read()
+    assert process.wait(timeout=60) == 130
+    assert "Go on with the same command with --resume." in rest
+    assert not (tmp_path / "cut/birds.safetensors").exists()
+    subprocess.run([sys.executable, *cut, "--resume"], check=True)
+    whole, resumed = (Task.load(tmp_path / name / "birds.safetensors") for name in ("whole", "cut"))
+    assert resumed.digest == whole.digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["off", "ram"])
+def test_two_processes_train_the_task_of_one_and_only_the_first_writes(photos, backbone, tmp_path, cache):
+    more = ["--steps", "12", "--evaluate-every", "4", "--cache", cache, "--cache-dtype", "float32"]
+    one = subprocess.run([sys.executable, *command(photos, backbone, tmp_path / "one", *more)], check=False)
+    assert one.returncode == 0
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    two = subprocess.run(
+        [sys.executable, *launcher, *command(photos, backbone, tmp_path / "two", *more)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("birds.safetensors") == 1
+    rows = [json.loads((tmp_path / name / "settings.json").read_text()) for name in ("one", "two")]
+    assert [row["validation_accuracy"] for row in rows[0]] == [row["validation_accuracy"] for row in rows[1]]
+    one_task, two_task = (Task.load(tmp_path / name / "birds.safetensors") for name in ("one", "two"))
+    for part in ("class_token", "memory", "head_weight", "head_bias"):
+        torch.testing.assert_close(getattr(two_task, part), getattr(one_task, part), rtol=0, atol=1e-4)
+    assert len((tmp_path / "two/log.jsonl").read_text().splitlines()) == 3

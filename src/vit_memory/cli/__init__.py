@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from vit_memory.cli import data, evaluate, files, train, verify
+from vit_memory.cli import data, demo, evaluate, files, train, verify
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -14,6 +14,7 @@ def about() -> None:
     """One frozen vision transformer that learns any number of new image tasks, untouched."""
 
 
+app.command("demo")(demo.demo)
 app.command("data")(data.data)
 app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)

@@ -153,7 +153,7 @@ def train(
             f"Mend or remove them, or leave them out: --on-bad-image skip"
         )
     crew = join_crew(device)
-    loaded = load_backbone(backbone, device=device, dtype=_dtype(precision, device))
+    loaded = load_backbone(backbone, device=crew.device(device), dtype=_dtype(precision, device))
     folder = out or Path("runs") / name
     paths = extends or []
     logging.getLogger("vit_memory").addHandler(_told(quiet=not crew.first))

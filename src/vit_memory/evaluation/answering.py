@@ -9,17 +9,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vit_memory.backbone import load_backbone
+from vit_memory.backbone import Backbone, load_backbone
 from vit_memory.data.decoding import EXTENSIONS
 from vit_memory.data.images import ImageFiles
 from vit_memory.data.loading import BadImages, Loader, OnBadImage
 from vit_memory.data.splits import Split
 from vit_memory.data.transforms import Evaluation
-from vit_memory.errors import DataError, TaskError
+from vit_memory.errors import BackboneMismatch, DataError, TaskError
 from vit_memory.evaluation.metrics import Scores, score
 from vit_memory.families.roles import Preprocessing
 from vit_memory.files.bundle import Bundle, read_with_parents
+from vit_memory.files.container import read_container
 from vit_memory.model import MemoryViT
+from vit_memory.task import COMPOSABLE, Task
+from vit_memory.training.regimes import Alone
 
 _AT_ONCE = 512  # files whose names are held while a folder streams by
 
@@ -41,8 +44,14 @@ class Answered:
     error: str | None = None
 
 
-def open_model(sources: Sequence[Path], backbone: str | None = None, device: str = "cpu") -> MemoryViT:
-    """A model with the tasks of bundles and task files, on the backbone they name or the one given."""
+Model = MemoryViT | Alone
+
+
+def open_model(sources: Sequence[Path], backbone: str | None = None, device: str = "cpu") -> Model:
+    """A model with the tasks of bundles and task files, on the backbone they name or the one given.
+
+    A task that does not compose comes alone; one of the regime `full` brings its backbone in a file beside its own.
+    """
     tasks = {}
     files = [path for path in sources if path.is_file()]
     for path in sources:
@@ -58,10 +67,35 @@ def open_model(sources: Sequence[Path], backbone: str | None = None, device: str
     if not tasks:
         raise TaskError(f"{', '.join(map(str, sources)) or 'nothing given'}: no tasks in it.")
     named = next(iter(tasks.values())).backbone.name
-    return MemoryViT(load_backbone(backbone or named, device=device), tasks.values())
+    loaded = load_backbone(backbone or named, device=device)
+    loners = [task for task in tasks.values() if task.regime not in COMPOSABLE]
+    if not loners:
+        return MemoryViT(loaded, tasks.values())
+    task = loners[0]
+    if len(tasks) > 1:
+        raise TaskError(
+            f"task {task.name!r} is of regime {task.regime!r} and cannot answer beside others; ask it alone."
+        )
+    return Alone(_tuned(loaded, task, files[0]) if task.regime == "full" else loaded, task)
 
 
-def preprocessing_of(model: MemoryViT, names: Iterable[str]) -> Preprocessing:
+def _tuned(backbone: Backbone, task: Task, path: Path) -> Backbone:
+    """The backbone that was trained with a task, from the file beside the task's."""
+    beside = path.with_name(f"{path.stem}.backbone.safetensors")
+    if not beside.exists():
+        raise TaskError(f"{path}: a task of regime 'full' answers with its own backbone; {beside} is missing.")
+    _, weights = read_container(beside)
+    try:
+        backbone.model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise BackboneMismatch(f"{beside}: these are not weights of {backbone.name} ({error}).") from error
+    tuned = Backbone(backbone.model, backbone.family, backbone.name, backbone.preprocessing)
+    if tuned.fingerprint != task.backbone.fingerprint:
+        raise BackboneMismatch(f"{beside}: not the backbone that {path} was trained with.")
+    return tuned
+
+
+def preprocessing_of(model: Model, names: Iterable[str]) -> Preprocessing:
     """How these tasks want their images; one pass can serve only one way."""
     wanted = {name: model.tasks[name].record.preprocessing or model.backbone.preprocessing for name in names}
     if len(set(wanted.values())) > 1:
@@ -74,7 +108,7 @@ def preprocessing_of(model: MemoryViT, names: Iterable[str]) -> Preprocessing:
 
 
 def evaluate(
-    model: MemoryViT,
+    model: Model,
     split: Split,
     labels: Sequence[str],
     names: Sequence[str],
@@ -126,7 +160,7 @@ def image_files(sources: Iterable[Path]) -> Iterator[str]:
 
 
 def predict(
-    model: MemoryViT,
+    model: Model,
     paths: Iterable[str],
     names: Sequence[str],
     *,

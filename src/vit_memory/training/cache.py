@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ CacheDtype = Literal["float16", "bfloat16", "float32"]
 _FORMAT = "vit-memory-store/1"
 _RAM_SHARE, _DISK_SHARE = 0.5, 0.5  # of what is free, that `auto` takes
 _MOST_RAM, _MOST_DISK = 0.85, 0.95  # of what is free, that is refused beyond
+_SETTLE_S = 5.0  # between two times that rows are brought to disk and marked: syncing each group costs as much as it
 log = logging.getLogger(__name__)
 
 
@@ -207,33 +209,42 @@ class Store:
 
     def fill(self, report: Callable[[int], None] | None = None, stop: Callable[[], None] | None = None) -> None:
         """Compute the rows that are not there yet. `report` is told how many are, `stop` may raise between groups."""
+        size = self.loader.batch_size
+        # Groups never reach over a view, and one with a missing row is computed whole: a row's last bits depend on the
+        # batch it is computed in.
+        groups = [
+            (view, self.places[first : first + size])
+            for view in range(self.views)
+            for first in range(0, len(self.places), size)
+        ]
         with _locked(self.folder):
-            size = self.loader.batch_size
-            # Groups never reach over a view, and one with a missing row is computed whole: a row's last bits depend
-            # on the batch it is computed in.
-            groups = [
-                (view, self.places[first : first + size])
-                for view in range(self.views)
-                for first in range(0, len(self.places), size)
-            ]
-            missing = [g for g in groups if not bool(self._done[self._rows(*g)].all())]
+            missing = [group for group in groups if not bool(self._done[self._rows(*group)].all())]
             ready = done = self.rows - sum(len(places) for _, places in missing)
-            for group, batch in zip(missing, self.loader.planned(missing, self.seed), strict=True):
-                if stop is not None:
-                    stop()
-                if len(batch.labels):
-                    self._put(group[0], batch.images, batch.indices)
-                done += len(group[1])
-                if report is not None:
-                    report(done)
-            if missing:
-                log.info("stored %d views, %d were there already", done - ready, ready)
+            unsettled: list[Tensor] = []
+            settled = time.monotonic()
+            try:
+                for group, batch in zip(missing, self.loader.planned(missing, self.seed), strict=True):
+                    if stop is not None:
+                        stop()
+                    if len(batch.labels):
+                        unsettled.append(self._put(group[0], batch.images, batch.indices))
+                    if time.monotonic() - settled > _SETTLE_S:
+                        self._settle(unsettled)
+                        settled = time.monotonic()
+                    done += len(group[1])
+                    if report is not None:
+                        report(done)
+            finally:
+                self._settle(unsettled)
+        if missing:
+            log.info("stored %d views, %d were there already", done - ready, ready)
 
     def _rows(self, view: int, places: Sequence[int] | Tensor) -> Tensor:
         return view * len(self.places) + self._position[torch.as_tensor(places, dtype=torch.long)]
 
     @torch.no_grad()
-    def _put(self, view: int, images: Tensor, places: Tensor) -> None:
+    def _put(self, view: int, images: Tensor, places: Tensor) -> Tensor:
+        """Compute some rows; returns which."""
         trunk = run_trunk(self.backbone.roles, self.backbone.check_images(images.to(self.backbone.device)))
         rows = self._rows(view, places)
         largest = torch.finfo(self.dtype).max
@@ -243,16 +254,20 @@ class Store:
                 kept = part.clamp(-largest, largest) if self.dtype == torch.float16 else part
                 self._trunks[rows, i, j] = kept.to("cpu", self.dtype)
         self._features[rows] = trunk.original.feature.float().cpu()
-        if self.folder is not None:
-            self._flush("trunks.bin", "features.bin")
-        self._done[rows] = 1
-        if self.folder is not None:
-            self._flush("done.bin")
+        return rows
+
+    def _settle(self, unsettled: list[Tensor]) -> None:
+        """Mark rows as done, once they are on disk themselves: a power cut may take the last seconds, not the truth."""
+        if not unsettled:
+            return
+        self._flush("trunks.bin", "features.bin")
+        self._done[torch.cat(unsettled)] = 1
+        self._flush("done.bin")
+        unsettled.clear()
 
     def _flush(self, *names: str) -> None:
-        assert self.folder is not None
-        for name in names:
-            descriptor = os.open(self.folder / name, os.O_RDWR)
+        for name in names if self.folder is not None else ():
+            descriptor = os.open(self.folder / name, os.O_RDWR)  # type: ignore[operator]
             try:
                 os.fsync(descriptor)
             finally:

@@ -30,6 +30,10 @@ class Crew:
         """Whether this is the one that writes."""
         return self.rank == 0
 
+    def device(self, asked: str) -> str:
+        """Where this process computes: of several on one machine, each has a GPU of its own."""
+        return str(self.accelerator.device) if self.size > 1 and asked == "cuda" else asked
+
     def share(self, count: int) -> list[int]:
         """Which of `count` images this process looks at: the same in every batch and every epoch."""
         return list(range(self.rank, count, self.size))

@@ -1,0 +1,158 @@
+"""The demonstration: three questions about the same pictures, learned one after the other by one frozen backbone.
+
+Everything here is what a user would call: `fit` for every task, files, and one pass of a MemoryViT for all answers.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vit_memory.backbone import Backbone, load_backbone
+from vit_memory.data.loading import Loader
+from vit_memory.data.transforms import Evaluation
+from vit_memory.evaluation.scenes import PLACES, Scenes, draw_scenes
+from vit_memory.families import bundled
+from vit_memory.model import MemoryViT
+from vit_memory.task import Task
+from vit_memory.training.cache import Cache
+from vit_memory.training.loop import Progress, fit
+from vit_memory.training.recipe import Recipe
+from vit_memory.training.runs import Grid
+
+TRAIN, VALIDATION, TEST = 1000, 200, 300
+_RECIPE = Recipe(steps=200, augment="none", learning_rates=(0.3, 1.0), evaluate_every=200)
+_TIMED_ROUNDS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One task of the demonstration."""
+
+    name: str
+    asks: str
+    labels: tuple[str, ...]
+    answer: Callable[[Scenes], np.ndarray]
+    extends: str | None = None
+
+
+QUESTIONS = (
+    Question("digit", "Which digit is it?", tuple("0123456789"), lambda scenes: scenes.digit),
+    Question("place", "What is behind it?", PLACES, lambda scenes: scenes.place),
+    Question("parity", "Is it even or odd?", ("even", "odd"), lambda scenes: scenes.digit % 2, extends="digit"),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Learned:
+    """What became of one question."""
+
+    question: Question
+    task: Task
+    head: Task  # a head alone on the original output, trained beside it
+    seconds: float
+    file_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Demonstration:
+    """All that the demonstration shows."""
+
+    learned: tuple[Learned, ...]
+    scenes: Scenes  # the test pictures
+    answers: dict[str, list[int]]  # per task, of every test picture
+    accuracy: dict[str, float]
+    head_accuracy: dict[str, float]
+    identical: bool  # the original output with all tasks attached, to the bit
+    cost: float  # of the pass with all tasks, over the plain backbone's
+    backbone_bytes: int
+
+
+def demonstrate(folder: Path, report: Callable[[str, Progress], None] | None = None) -> Demonstration:
+    """Learn the three tasks into task files below `folder`, then ask all of them in one pass over the test pictures."""
+    backbone = load_backbone("bundled")
+    train, validation, test = draw_scenes(TRAIN, VALIDATION, TEST)
+    # On disk: the second and the third task find the pass over the same pictures already there.
+    cache = Cache("disk", folder=folder / "trunks")
+    learned: list[Learned] = []
+    for question in QUESTIONS:
+        parents = [known.task for known in learned if known.question.name == question.extends]
+        learned.append(_learn(backbone, question, parents, (train, validation), cache, folder, report))
+    model = MemoryViT(backbone, [known.task for known in learned])
+    heads = MemoryViT(backbone, [known.head for known in learned])
+    answers: dict[str, list[int]] = {question.name: [] for question in QUESTIONS}
+    head_answers: dict[str, list[int]] = {question.name: [] for question in QUESTIONS}
+    identical, batches = True, []
+    facts = backbone.preprocessing
+    assert facts is not None
+    untouched = bundled.load().float()  # the judge: a model that nobody else has touched
+    for batch in Loader(test.split(test.digit), Evaluation(facts), 50).batches():
+        outputs, alone = model(batch.images), heads(batch.images)
+        with torch.no_grad():
+            identical &= torch.equal(outputs.original.tokens, untouched(batch.images))
+        for name in answers:
+            answers[name] += outputs[name].argmax(-1).tolist()
+            head_answers[name] += alone[name].argmax(-1).tolist()
+        batches.append(batch.images)
+
+    def accuracies(said: dict[str, list[int]]) -> dict[str, float]:
+        return {q.name: float(np.mean(np.array(said[q.name]) == q.answer(test))) for q in QUESTIONS}
+
+    return Demonstration(
+        tuple(learned),
+        test,
+        answers,
+        accuracies(answers),
+        accuracies(head_answers),
+        identical,
+        _cost(model, batches[0]),
+        sum(p.numel() * p.element_size() for p in backbone.model.parameters()),
+    )
+
+
+def _learn(
+    backbone: Backbone,
+    question: Question,
+    parents: Sequence[Task],
+    scenes: tuple[Scenes, Scenes],
+    cache: Cache,
+    folder: Path,
+    report: Callable[[str, Progress], None] | None,
+) -> Learned:
+    began = time.perf_counter()
+    tasks = Grid(("head", "memory")).tasks(backbone, question.name, question.labels, parents)
+    train, validation = (part.split(question.answer(part)) for part in scenes)
+    result = fit(
+        backbone,
+        tasks,
+        train,
+        validation,
+        _RECIPE,
+        parents=parents,
+        cache=cache,
+        report=None if report is None else lambda progress: report(question.name, progress),
+    )
+    best = {}
+    for found in sorted(result.settings, key=lambda found: found.accuracy or 0.0):
+        best[found.task.regime] = found.task
+    path = folder / f"{question.name}.safetensors"
+    best["memory"].save(path)
+    # A head reads nothing of its parents; alone, it needs none.
+    head = replace(best["head"], parents=(), parent_digests={})
+    return Learned(question, best["memory"], head, time.perf_counter() - began, path.stat().st_size)
+
+
+@torch.no_grad()
+def _cost(model: MemoryViT, images: torch.Tensor) -> float:
+    """The pass with all tasks over the plain one: the median of interleaved rounds."""
+
+    def seconds(work: Callable[[torch.Tensor], object]) -> float:
+        began = time.perf_counter()
+        work(images)
+        return time.perf_counter() - began
+
+    return statistics.median(seconds(model) / seconds(model.backbone.model) for _ in range(_TIMED_ROUNDS))

@@ -1,0 +1,70 @@
+"""Pictures for the demonstration, from what scikit-learn brings along: handwritten digits laid on photographs.
+
+The digits (1797, of 8 × 8 pixels) and the two photographs (a temple, a flower) are real; that one lies on the other is
+our doing. So there are three questions about one picture, and no download.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from vit_memory.data.images import ImageArray
+from vit_memory.data.splits import Split
+
+SIZE = 64
+PLACES = ("flower", "temple")
+_PHOTOGRAPHS = {"flower": "flower.jpg", "temple": "china.jpg"}
+# Columns of the photographs that training, validation and test pictures are cut from.
+_STRIPS = (((0.0, 0.3), (0.75, 1.0)), ((0.55, 0.75),), ((0.3, 0.55),))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scenes:
+    """Pictures with what they show."""
+
+    pixels: np.ndarray  # (n, 64, 64, 3) uint8
+    digit: np.ndarray  # (n,) 0 to 9
+    place: np.ndarray  # (n,) into PLACES
+
+    def split(self, labels: np.ndarray) -> Split:
+        """The pictures, to be asked one question."""
+        return Split.of(ImageArray.whole("scenes", self.pixels), labels)
+
+
+def draw_scenes(train: int, validation: int, test: int, seed: int = 0) -> tuple[Scenes, Scenes, Scenes]:
+    """Three sets that share neither a digit nor a part of a photograph."""
+    from sklearn.datasets import load_digits, load_sample_image  # noqa: PLC0415 - a second's import
+
+    rng = np.random.default_rng(seed)
+    digits = load_digits()
+    order = rng.permutation(len(digits.images))
+    photographs = [load_sample_image(_PHOTOGRAPHS[place]) for place in PLACES]
+    made, first = [], 0
+    for count, strips in zip((train, validation, test), _STRIPS, strict=True):
+        chosen = order[first : first + count]
+        first += count
+        places = rng.integers(len(PLACES), size=count)
+        pixels = [
+            _scene(digits.images[i], photographs[place], strips, rng) for i, place in zip(chosen, places, strict=True)
+        ]
+        made.append(Scenes(np.stack(pixels), digits.target[chosen], places))
+    return made[0], made[1], made[2]
+
+
+def _scene(
+    digit: np.ndarray, photograph: np.ndarray, strips: tuple[tuple[float, float], ...], rng: np.random.Generator
+) -> np.ndarray:
+    height, width = photograph.shape[:2]
+    strip = strips[int(rng.integers(len(strips)))]
+    first, last = int(strip[0] * width), int(strip[1] * width)
+    side = int(rng.integers(80, min(140, last - first)))
+    top, across = int(rng.integers(height - side)), int(rng.integers(first, last - side))
+    behind = Image.fromarray(photograph[top : top + side, across : across + side]).resize((SIZE, SIZE))
+    behind = behind.point(lambda value: value * 0.25)  # dimmed, so that the digit can be read
+    large = int(rng.integers(50, 59))
+    shape = Image.fromarray((digit * (255 / 16)).astype(np.uint8)).resize((large, large), Image.Resampling.BICUBIC)
+    ink = tuple(int(value) for value in rng.integers(215, 256, 3))
+    right, down = (int(value) for value in rng.integers(0, SIZE - large + 1, 2))
+    behind.paste(Image.new("RGB", shape.size, ink), (right, down), shape)  # the digit itself is the mask
+    return np.asarray(behind)
