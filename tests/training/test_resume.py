@@ -101,7 +101,8 @@ from training.test_resume import run
 from vit_memory.training.cache import Cache
 backbone = load_backbone(tiny_backbone().model, preprocessing=FACTS)
 cache = Cache("disk", folder=Path({path!r} + "-store"))
-result = run(backbone, Path({path!r}), checkpoint_every=1, resume=True, cache=cache)
+told = lambda progress: print(progress.stage, progress.step, flush=True)
+result = run(backbone, Path({path!r}), checkpoint_every=1, resume=True, cache=cache, report=told)
 print(*(r.task.digest for r in result.settings))
 """
 
@@ -114,21 +115,28 @@ def test_killed_at_twenty_random_moments_and_resumed_it_ends_with_the_same_weigh
         program = PROGRAM.format(paths=[str(tests)], path=str(tmp_path / name))
         return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
 
-    clock = time.perf_counter()
-    expected, _ = start("whole").communicate(timeout=120)
+    def ended(name):
+        lines = start(name).communicate(timeout=300)[0].splitlines()
+        return lines[:-1], lines[-1]
+
+    events, expected = ended("whole")
     assert len(expected.split()) == 4
-    took = time.perf_counter() - clock
     rng = random.Random(0)
-    interrupted = 0
+    interrupted = []
     for i in range(20):
         process = start(f"killed-{i}")
-        # Most of a run is importing torch: aim at the part that trains.
-        time.sleep(took * rng.uniform(0.4, 1.0))
+        # Somewhere between two events of the run: while it stores, trains, or writes a checkpoint.
+        last = ""
+        for _ in range(rng.randint(1, len(events) - 1)):
+            last = process.stdout.readline()
+        time.sleep(rng.uniform(0, 0.02))
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        interrupted += process.returncode == -signal.SIGKILL
-        assert start(f"killed-{i}").communicate(timeout=120)[0] == expected
-    assert interrupted >= 10
+        if process.returncode == -signal.SIGKILL:
+            interrupted.append(last.split()[0])
+        assert ended(f"killed-{i}")[1] == expected
+    assert len(interrupted) >= 15
+    assert {"storing", "training"} <= set(interrupted)
 
 
 def test_reading_a_checkpoint_leaves_no_tensor_of_the_file_in_use(backbone, tmp_path):  # noqa: F811

@@ -25,7 +25,8 @@ p { max-width: 44rem; } .soft { color: var(--soft); }
 .fact b { display: block; font-size: 1.5rem; line-height: 1.3; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; min-width: 34rem; }
 th, td { text-align: left; padding: .45rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { color: var(--soft); font-weight: 500; } td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+th { color: var(--soft); font-weight: 500; }
+td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(8.4rem, 1fr)); gap: .8rem; }
 figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: .6rem; overflow: hidden; }
 figure img { width: 100%; display: block; aspect-ratio: 1; }
