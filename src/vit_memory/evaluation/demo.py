@@ -25,7 +25,7 @@ from vit_memory.training.recipe import Recipe
 from vit_memory.training.runs import Grid
 
 TRAIN, VALIDATION, TEST = 1000, 200, 300
-_RECIPE = Recipe(steps=200, augment="none", learning_rates=(0.3, 1.0), evaluate_every=200)
+_RECIPE = Recipe(steps=160, augment="none", learning_rates=(0.3, 1.0), evaluate_every=80)
 _TIMED_ROUNDS = 9
 
 

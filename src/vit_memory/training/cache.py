@@ -236,8 +236,8 @@ class Store:
                         report(done)
             finally:
                 self._settle(unsettled)
-        if missing:
-            log.info("stored %d views, %d were there already", done - ready, ready)
+        if ready:
+            log.info("%d of %d views were stored already", ready, self.rows)
 
     def _rows(self, view: int, places: Sequence[int] | Tensor) -> Tensor:
         return view * len(self.places) + self._position[torch.as_tensor(places, dtype=torch.long)]

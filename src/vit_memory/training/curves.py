@@ -85,7 +85,7 @@ def write_events(folder: Path, name: str, began: float, lines: Mapping[str, Iter
 
 def _event(time: float, step: int, what: bytes) -> bytes:
     """Protocol buffer fields 1 (wall time), 2 (step), then the given one."""
-    return b"\x09" + struct.pack("<d", time) + b"\x10" + _varint(step) + what
+    return b"\x09" + struct.pack("<d", time) + (b"\x10" + _varint(step) if step else b"") + what
 
 
 def _bytes(content: bytes) -> bytes:

@@ -196,7 +196,7 @@ class _Log:
         tags = {"losses": "loss", "validation_accuracies": "validation accuracy"}
         for i, name in enumerate(names):
             scalars = {tag: drawn[key][name] for key, tag in tags.items()}
-            place = "".join(c if c.isalnum() or c in " .-" else "_" for c in name).replace(" ", "_")
+            place = name.replace(", ", "_").replace(" ", "_")
             write_events(self.folder / "tensorboard" / place, str(i), lines[0]["time"], scalars)
 
 
