@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         NewerFormat,
         TaskError,
         TrainingError,
+        TrainingStopped,
         UnknownTask,
         UnsafeFile,
         UnsupportedFamily,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from vit_memory.graph import TaskGraph
     from vit_memory.model import MemoryViT, Outputs
     from vit_memory.task import Task, TaskRecord, new_task
+    from vit_memory.training.cache import Cache
     from vit_memory.training.loop import FitResult, fit
     from vit_memory.training.recipe import Recipe
     from vit_memory.trunk import Trunk
@@ -43,6 +45,7 @@ __all__ = [
     "BackboneMismatch",
     "BadImage",
     "Bundle",
+    "Cache",
     "DamagedFile",
     "DataError",
     "Dataset",
@@ -62,6 +65,7 @@ __all__ = [
     "TaskGraph",
     "TaskRecord",
     "TrainingError",
+    "TrainingStopped",
     "Trunk",
     "UnknownTask",
     "UnsafeFile",
@@ -82,6 +86,7 @@ _HOMES = {
     "graph": ("TaskGraph",),
     "model": ("MemoryViT", "Outputs"),
     "task": ("Task", "TaskRecord", "new_task"),
+    "training.cache": ("Cache",),
     "training.loop": ("FitResult", "fit"),
     "training.recipe": ("Recipe",),
     "trunk": ("Trunk",),

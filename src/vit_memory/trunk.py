@@ -73,8 +73,28 @@ def finish_block(block: Block, x: Tensor, attended: Tensor, run: Run = call) -> 
     return out
 
 
+class Room:
+    """Memory for the keys and values of one batch at a time, used again for the next: fresh pages cost more than they.
+
+    A trunk made in a room holds until the next one is made there.
+    """
+
+    def __init__(self) -> None:
+        self._slots: list[Tensor] = []
+
+    def place(self, slot: int, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A contiguous copy of x (B, …) in that slot, cast if asked; slots are first taken in order."""
+        if slot == len(self._slots):
+            self._slots.append(x.new_empty(0))
+        held, dtype = self._slots[slot], dtype or x.dtype
+        if held.shape[1:] != x.shape[1:] or len(held) < len(x) or held.dtype != dtype:
+            held = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+            self._slots[slot] = held
+        return held[: len(x)].copy_(x)
+
+
 @torch.no_grad()
-def run_trunk(roles: Roles, images: Tensor, *, keep: bool = True) -> Trunk:
+def run_trunk(roles: Roles, images: Tensor, *, keep: bool = True, room: Room | None = None) -> Trunk:
     """One pass of the original tokens alone over images (B, C, height, width); keys and values only if kept."""
     keys: list[Tensor] = []
     values: list[Tensor] = []
@@ -83,8 +103,8 @@ def run_trunk(roles: Roles, images: Tensor, *, keep: bool = True) -> Trunk:
     def attend(block: Block, x: Tensor) -> Tensor:
         attended, k, v = attend_originals(roles, block, *split_qkv(block, block.norm1(x)), rotation)
         if keep:  # head by head, as readers' products want them: they would else copy them, and keep both for a graph
-            keys.append(k.contiguous())
-            values.append(v.contiguous())
+            keys.append(k.contiguous() if room is None else room.place(2 * len(keys), k))
+            values.append(v.contiguous() if room is None else room.place(2 * len(values) + 1, v))
         return attended
 
     for block in roles.blocks:

@@ -108,17 +108,17 @@ def test_what_a_regime_cannot_do_is_refused(backbone):  # noqa: F811
         fit(backbone, [fresh(backbone), fresh(backbone, regime="full")], coloured(12, 1), coloured(6, 2), RECIPE)
 
 
-def test_early_stopping_ends_with_every_settings_best_look(backbone):  # noqa: F811
+def test_early_stopping_ends_with_every_settings_best_look_and_resuming_adds_nothing(backbone, tmp_path):  # noqa: F811
     recipe = Recipe(steps=400, batch=12, augment="none", learning_rates=(0.02, 0.3), evaluate_every=5, patience=3)
     looks = []
+    words = (backbone, [fresh(backbone)], coloured(60, 1), coloured(30, 2), recipe)
     result = fit(
-        backbone,
-        [fresh(backbone)],
-        coloured(60, 1),
-        coloured(30, 2),
-        recipe,
+        *words,
         report=lambda progress: progress.accuracies and looks.append(progress.accuracies),
+        checkpoint=tmp_path / "checkpoint",
     )
+    resumed = fit(*words, checkpoint=tmp_path / "checkpoint", resume=True)
+    assert [r.task.digest for r in resumed.settings] == [r.task.digest for r in result.settings]
     assert len(looks) < 80
     for i, setting in enumerate(result.settings):
         assert setting.accuracy == max(look[i] for look in looks)

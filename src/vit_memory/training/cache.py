@@ -33,7 +33,7 @@ from vit_memory.data.transforms import Training, view_size
 from vit_memory.errors import TrainingError
 from vit_memory.families.roles import Original
 from vit_memory.files.atomic import write_atomic
-from vit_memory.trunk import Trunk, run_trunk
+from vit_memory.trunk import Room, Trunk, run_trunk
 
 CacheMode = Literal["auto", "ram", "disk", "off"]
 CacheDtype = Literal["float16", "bfloat16", "float32"]
@@ -144,6 +144,7 @@ class Store:
         self.dtype = cache.torch_dtype
         self.folder: Path | None = cache.place / self._key()[:32]
         self.need = self.shape.bytes(self.rows, self.dtype)
+        self.room = Room()
         self._position = torch.zeros(len(loader.split), dtype=torch.long)
         self._position[self.places] = torch.arange(len(places))
 
@@ -311,21 +312,16 @@ class Taken:
     features: Tensor  # (B, D)
 
     def trunk(self, first: int, last: int) -> Trunk:
-        """Rows first to last as a trunk in the dtype and on the device of the backbone."""
-        device, dtype = self.store.backbone.device, self.store.backbone.dtype
-        # One copy per block, from the kept dtype straight to contiguous keys and values.
+        """Rows first to last as a trunk, cast and placed for the backbone; holds until the next is made."""
+        device, dtype, room = self.store.backbone.device, self.store.backbone.dtype, self.store.room
         blocks = self.trunks[first:last].to(device).unbind(1)
         feature = self.features[first:last].to(device, dtype)
         nothing = feature.new_zeros(len(feature), 0, self.store.shape.width)  # of the output, only the feature is kept
         return Trunk(
-            keys=tuple(_contiguous(block[:, 0], dtype) for block in blocks),
-            values=tuple(_contiguous(block[:, 1], dtype) for block in blocks),
+            keys=tuple(room.place(i, block[:, 0], dtype) for i, block in enumerate(blocks)),
+            values=tuple(room.place(len(blocks) + i, block[:, 1], dtype) for i, block in enumerate(blocks)),
             original=Original(nothing, feature),
         )
-
-
-def _contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ class Crew:
 
     rank: int = 0
     size: int = 1
+    here: int = 1  # how many of them share this machine's memory and disk
     accelerator: Any = None
 
     @property
@@ -58,6 +59,14 @@ class Crew:
             return "ram"
         return "disk" if disk == self.size else "off"
 
+    def any(self, flag: bool) -> bool:
+        """Whether it is so for one of them: all stop at the same step, or the others would wait for ever."""
+        if self.size == 1:
+            return flag
+        votes = torch.tensor([float(flag)])
+        self.sum([votes])
+        return bool(votes > 0)
+
     def wait(self) -> None:
         """Until all have come here."""
         if self.size > 1:
@@ -81,4 +90,5 @@ def join_crew(device: str = "cpu") -> Crew:
             f"started as one of {expected} processes, but accelerate sees {accelerator.num_processes}. "
             f"Start them with torchrun or accelerate launch."
         )
-    return Crew(accelerator.process_index, accelerator.num_processes, accelerator)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", expected))
+    return Crew(accelerator.process_index, accelerator.num_processes, here, accelerator)

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from vit_memory.data.loading import Loader
+from vit_memory.data.loading import Batch, Loader
 from vit_memory.data.transforms import view_size
 from vit_memory.errors import TrainingError
 from vit_memory.training.cache import Cache, Shape, Store, Taken, decide
@@ -51,24 +51,25 @@ class Live:
 
     def __init__(self, sweep: Sweep, train: Loader, judge: Loader, crew: Crew) -> None:
         self.sweep, self.train, self.judge, self.crew = sweep, train, judge, crew
+        shape = Shape.of(sweep.backbone, view_size(train.transform.preprocessing))
+        self.chunk = chunk_of(sweep, shape, stored=False)
 
     def steps(self, start: int) -> Iterator[Iterator[Piece]]:
         """Batches by the workers, looked at a chunk at a time."""
         recipe = self.sweep.recipe
-        shape = Shape.of(self.sweep.backbone, view_size(self.train.transform.preprocessing))
-        chunk = chunk_of(self.sweep, shape, stored=False)
         plan = plan_steps(len(self.train.split), recipe, start, self.crew)
         while groups := list(islice(plan, _PLANNED)):
             for batch in self.train.planned(groups, recipe.seed):
-                yield (
-                    (self._look(batch.images[i : i + chunk]), batch.labels[i : i + chunk])
-                    for i in range(0, len(batch.labels), chunk)
-                )
+                yield self._pieces(batch)
 
     def validation(self) -> Iterator[Piece]:
         """Without augmentation."""
         for batch in self.judge.batches(self.crew.share(len(self.judge.split))):
-            yield self._look(batch.images), batch.labels
+            yield from self._pieces(batch)
+
+    def _pieces(self, batch: Batch) -> Iterator[Piece]:
+        for i in range(0, len(batch.labels), self.chunk):
+            yield self._look(batch.images[i : i + self.chunk]), batch.labels[i : i + self.chunk]
 
     def _look(self, images: Tensor) -> Seen:
         backbone = self.sweep.backbone
@@ -128,7 +129,7 @@ def feed(
     looks = math.ceil(recipe.steps / recipe.evaluate_every)
     visits = recipe.steps * batch // crew.size + rows[1] * looks
     need, held = (sum(getattr(store, name) for store in stores) for name in ("need", "held"))
-    kind = crew.agreed(decide(cache, need, held, visits, sum(rows)))
+    kind = crew.agreed(decide(cache, need * crew.here, held * crew.here, visits, sum(rows)))
     decided(kind)
     if kind == "off":
         return Live(sweep, train, judge, crew)

@@ -136,7 +136,8 @@ def fit(
         if checkpoint is not None and crew.first:
             write_checkpoint(checkpoint, key, sweep, course.since, course.standing)
 
-    for pieces in food.steps(course.standing.step):
+    ended = course.tired or course.standing.step == recipe.steps  # resumed, but there is nothing left to do
+    for pieces in () if ended else food.steps(course.standing.step):
         course.learn(pieces)
         step, last = course.standing.step, course.standing.step == recipe.steps
         looked = course.look() if last or step % recipe.evaluate_every == 0 else None
@@ -149,7 +150,7 @@ def fit(
             save()
         if last:
             break
-        if stop is not None and stop():
+        if crew.any(stop is not None and stop()):
             save()
             raise TrainingStopped(f"stopped after step {step} of {recipe.steps}.")
     return FitResult(_results(course, facts), food.kind)

@@ -17,7 +17,7 @@ from vit_memory.reading import Memory, Readers, place_cells, project_cells, read
 from vit_memory.task import COMPOSABLE
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.sweep import MemorySweep, Seen, Setting
-from vit_memory.trunk import Trunk, run_trunk
+from vit_memory.trunk import Room, Trunk, run_trunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +36,7 @@ class MaskedSweep(MemorySweep):
         _check(settings, parents)
         self.parents = parents
         self._ready: _Prepared | None = None
+        self._room = Room()
         self._seat()
 
     def _seat(self) -> None:
@@ -75,8 +76,8 @@ class MaskedSweep(MemorySweep):
             ]
 
     def look(self, images: Tensor) -> Trunk:
-        """The trunk of a batch."""
-        return run_trunk(self.backbone.roles, images)
+        """The trunk of some images, which holds until the next are looked at."""
+        return run_trunk(self.backbone.roles, images, room=self._room)
 
     def logits(self, seen: Seen) -> Tensor:
         """Answers (T, B, C) of every setting to the images of a trunk, with a graph to what is trained."""
