@@ -31,7 +31,7 @@ from vit_memory.data.splits import Split
 from vit_memory.data.transforms import Evaluation
 from vit_memory.graph import TaskGraph
 from vit_memory.training.cache import Cache, Shape, Store
-from vit_memory.training.feeding import chunk_of, chunks
+from vit_memory.training.feeding import chunk_of, chunks, parts
 from vit_memory.training.masked import MaskedSweep
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.sweep import Setting
@@ -87,8 +87,8 @@ def live(model: nn.Module, count: int, settings: int) -> Work:
 
     def step() -> None:
         losses = torch.zeros(settings)
-        for i in range(0, count, chunk):
-            losses += sweep.learn(sweep.look(images[i : i + chunk]), labels[i : i + chunk])
+        for part in parts(count, chunk):
+            losses += sweep.learn(sweep.look(images[part]), labels[part])
         sweep.step(0, losses, count)
 
     return step

@@ -24,7 +24,8 @@ from vit_memory.training.sweep import Seen, Sweep
 
 Piece = tuple[Seen, Tensor]  # what settings look at, and its labels; at most a chunk of images
 Group = tuple[int, list[int]]  # the places of one batch, and the view they are seen in
-_LIVE_BYTES, _STORED_BYTES = 80 * 2**20, 512 * 2**20
+_LIVE_BYTES, _STORED_BYTES = 80 * 2**20, 720 * 2**20
+_HELD = 16  # numbers, in widths, that the graph of one class token holds per block
 _FEWEST = 8  # images: below, every product is bound by reading its weights
 GROUP = 64  # images that are judged, or whose views are stored, at a time
 _PLANNED = 256  # batches handed to the workers at once, so that a long training is not one long list
@@ -68,8 +69,8 @@ class Live:
             yield from self._pieces(batch)
 
     def _pieces(self, batch: Batch) -> Iterator[Piece]:
-        for i in range(0, len(batch.labels), self.chunk):
-            yield self._look(batch.images[i : i + self.chunk]), batch.labels[i : i + self.chunk]
+        for part in parts(len(batch.labels), self.chunk):
+            yield self._look(batch.images[part]), batch.labels[part]
 
     def _look(self, images: Tensor) -> Seen:
         backbone = self.sweep.backbone
@@ -160,17 +161,27 @@ def _told(report: Callable[[int, int], None], before: int, total: int, done: int
 
 
 def chunk_of(sweep: Sweep, shape: Shape, *, stored: bool) -> int:
-    """How many images' trunks are held at a time: all that fit a bound, for a few long products beat many short ones.
+    """How many images are held at a time: all that fit a bound, for a few long products beat many short ones.
 
-    Live, the bound keeps a step's memory near that of plain inference; a stored trunk has no pass beside it.
+    Live, the bound is on their trunks and keeps a step's memory near that of plain inference. A stored trunk has no
+    pass beside it; there, what the graph of many settings holds counts too.
     """
     if sweep.recipe.chunk is not None:
         return sweep.recipe.chunk
     each = shape.bytes(1, sweep.backbone.dtype)
-    return max(_FEWEST, (_STORED_BYTES if stored else _LIVE_BYTES) // each)
+    if not stored:
+        return max(_FEWEST, _LIVE_BYTES // each)
+    graph = len(sweep.settings) * shape.blocks * _HELD * shape.width * sweep.backbone.dtype.itemsize
+    return max(_FEWEST, _STORED_BYTES // (each + graph))
+
+
+def parts(count: int, most: int) -> Iterator[slice]:
+    """`count` images in as few parts of at most `most` as will do, all about as large."""
+    size = math.ceil(count / math.ceil(count / most)) if count else 1
+    return (slice(i, i + size) for i in range(0, count, size))
 
 
 def chunks(taken: Taken, labels: Tensor, chunk: int) -> Iterator[Piece]:
     """What was taken of a store as trunks, so many images at a time."""
-    for i in range(0, len(labels), chunk):
-        yield taken.trunk(i, i + chunk), labels[i : i + chunk]
+    for part in parts(len(labels), chunk):
+        yield taken.trunk(part.start, part.stop), labels[part]
