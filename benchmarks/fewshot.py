@@ -25,7 +25,6 @@ from vit_memory.training.cache import Cache
 from vit_memory.training.runs import Grid
 
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles by number of seeds
-SIZES = ("head", "class", "1 cells", "5 cells", "20 cells")
 
 
 def train(backbone: Backbone, pack: str, grid: Grid, recipe: Recipe, size: int, cache: Cache) -> dict[str, Any]:

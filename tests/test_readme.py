@@ -66,6 +66,17 @@ def test_the_cost_table_is_the_measured_one():
     assert all(row["original_equal"] for row in record["rows"])
 
 
+def test_the_training_table_is_the_measured_one():
+    record = json.loads((ROOT / "results" / "training.json").read_text())
+    cells = re.findall(r"^\| [^|]+ \| ([\d.]*) ?\| ([\d.]*) ?\|$", README, flags=re.MULTILINE)
+    for row in record["rows"]:
+        if not row["case"].startswith("memory"):
+            said = f"{row['ratio']:.3f}" if row["ratio"] < 0.1 else f"{row['ratio']:.2f}"
+            assert said in [cell[row["case"].endswith("-batch128")] for cell in cells], row["case"]
+        else:
+            assert any(f"{row['ratio']:.{digits}f} times" in README for digits in (1, 2)), row["case"]
+
+
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
 def test_local_links_lead_somewhere(link):
     assert (ROOT / link).exists()

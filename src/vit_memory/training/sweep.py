@@ -37,10 +37,9 @@ class Setting:
     @property
     def name(self) -> str:
         """What tables and messages call it."""
-        regime = self.task.regime
-        size = f"{self.task.cells} cells" if regime == "memory" else regime
-        if self.task.cells and regime != "memory":
-            size += f" {self.task.cells} cells"
+        task = self.task
+        cells = f"{task.cells} cell{'' if task.cells == 1 else 's'}" if task.cells else ""
+        size = cells if task.regime == "memory" and cells else f"{task.regime} {cells}".strip()
         decay = f", decay {self.weight_decay:g}" if self.weight_decay else ""
         told = self.task.record.recipe
         start = ", drawn token" if told.get("start") == "normal" and self.task.class_token is not None else ""
