@@ -60,7 +60,8 @@ and what the backbone said before, it still says, to the bit.</p>
 <th class="n">trained in</th></tr>
 {rows}</table></div>
 <p class="soft">Share of {len(shown.scenes.digit)} test pictures that were answered right. “Head only” is a linear
-classifier on the untouched output, trained beside the task on the same pictures: what one has without tokens.</p>
+classifier on the untouched output, trained beside the task on the same pictures: what one has without tokens. The
+pictures and the recipe were adjusted while looking at such numbers: an illustration, not a benchmark.</p>
 <h2>Some of the test pictures</h2>
 <div class="pictures">{pictures}</div>
 <h2>Where the pictures come from</h2>
