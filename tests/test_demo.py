@@ -1,6 +1,7 @@
 """vit-memory demo, made small: three tasks, one built on another, and a page that tells the truth about them."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 from typer.testing import CliRunner
@@ -35,11 +36,30 @@ def test_the_demo_leaves_three_tasks_that_answer_and_a_page(tmp_path, monkeypatc
     assert all(f"<b>{name}</b>" in page for name in ("digit", "place", "parity"))
 
 
-def test_scenes_share_no_digit_and_no_part_of_a_photograph():
-    train, validation, test = draw_scenes(30, 20, 20)
-    assert [len(part.digit) for part in (train, validation, test)] == [30, 20, 20]
-    assert train.pixels.shape == (30, 64, 64, 3)
-    again = draw_scenes(30, 20, 20)[2]
-    assert np.array_equal(again.pixels, test.pixels)
-    assert not np.array_equal(train.pixels[:20], test.pixels)
-    assert {0, 1} == set(train.place.tolist())
+def test_scenes_share_no_digit_and_no_part_of_a_photograph(monkeypatch):
+    import sklearn.datasets
+
+    # Blank digits that are their own number, on photographs whose colour says where a pixel lies.
+    photograph = np.zeros((426, 640, 3), np.uint8)
+    for column in range(5):
+        for row in range(3):
+            photograph[row * 142 : (row + 1) * 142, column * 128 : (column + 1) * 128, :2] = (
+                40 * column + 40,
+                60 * row + 60,
+            )
+    digits = SimpleNamespace(images=np.zeros((200, 8, 8)), target=np.arange(200))
+    monkeypatch.setattr(sklearn.datasets, "load_digits", lambda: digits)
+    monkeypatch.setattr(sklearn.datasets, "load_sample_image", lambda name: photograph)
+    sets = draw_scenes(100, 50, 50)
+    numbers = [set(part.digit.tolist()) for part in sets]
+    parts = [{tuple(colour) for colour in part.pixels.reshape(-1, 3).tolist()} for part in sets]
+    for found, sizes in ((numbers, [100, 50, 50]), (parts, [9, 3, 3])):
+        assert [len(one) for one in found] == sizes
+        assert not found[0] & found[1] | found[0] & found[2] | found[1] & found[2]
+
+
+def test_scenes_are_the_same_every_time():
+    first, again = draw_scenes(30, 20, 20), draw_scenes(30, 20, 20)
+    for a, b in zip(first, again, strict=True):
+        assert np.array_equal(a.pixels, b.pixels)
+        assert set(a.place.tolist()) == {0, 1}

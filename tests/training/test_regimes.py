@@ -99,6 +99,14 @@ def test_unmasked_gradients_are_those_of_numeric_differences(backbone):  # noqa:
     assert (ends[0] - ends[1]) / 2e-4 == pytest.approx(float((slope * direction).sum()), rel=0.05)
 
 
+def test_the_command_knows_every_regime_and_what_composes_is_what_the_graph_takes():
+    from vit_memory.cli import train
+    from vit_memory.task import COMPOSABLE
+
+    assert set(train.REGIMES) == set(REGIMES)
+    assert {regime for regime, facts in REGIMES.items() if facts.composes} == COMPOSABLE
+
+
 def test_what_a_regime_cannot_do_is_refused(backbone):  # noqa: F811
     parent = replace(fresh(backbone), name="colour")
     child = replace(fresh(backbone, regime="propagated"), parents=("colour",))
