@@ -30,8 +30,8 @@ from vit_memory.data.loading import Loader
 from vit_memory.data.splits import Split
 from vit_memory.data.transforms import Evaluation
 from vit_memory.graph import TaskGraph
-from vit_memory.training.cache import Cache, Shape, Store
-from vit_memory.training.feeding import chunk_of, chunks, parts
+from vit_memory.training.cache import Cache, Shape, Store, parts
+from vit_memory.training.feeding import chunk_of, chunks
 from vit_memory.training.masked import MaskedSweep
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.sweep import Setting
@@ -107,9 +107,9 @@ def stored(model: nn.Module, count: int, settings: int) -> Work:
     batches = store.take((0, rng.permutation(images)[:count].tolist()) for _ in iter(int, 1))
 
     def step() -> None:
-        taken, labels = next(batches)
+        rows, labels = next(batches)
         losses = torch.zeros(settings)
-        for seen, some in chunks(taken, labels, chunk_of(sweep, store.shape, stored=True)):
+        for seen, some in chunks(store, rows, labels, chunk_of(sweep, store.shape, stored=True)):
             losses += sweep.learn(seen, some)
         sweep.step(0, losses, count)
 

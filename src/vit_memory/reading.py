@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vit_memory.families.roles import Block, Roles
-from vit_memory.trunk import Trunk, by_heads, call, finish_block, split_qkv
+from vit_memory.trunk import Run, Trunk, by_heads, call, finish_block, split_qkv
 
 # Ancestors' keys are gathered per reader. Beyond this many readers × ancestors a group is cut, so that a long chain
 # of extensions costs time in proportion to its pairs but never memory.
@@ -211,13 +211,14 @@ def _gather(group: Group, x: Tensor) -> Tensor:
     return rows.masked_fill(padding, 0.0)
 
 
-def read(roles: Roles, readers: Readers, trunk: Trunk, watch: Watch | None = None) -> Tensor:
+def read(roles: Roles, readers: Readers, trunk: Trunk, watch: Watch | None = None, run: Run = call) -> Tensor:
     """Run T class tokens through all blocks against a given trunk; returns their final, normed outputs (B, T, D).
 
     Carries a graph to whatever the readers were made from, and none to the trunk: this is what training runs on.
     """
     x = readers.tokens[None]  # (1, T, D): before the first block has read, they are the same for every image
     for block, k, v, memory in zip(roles.blocks, trunk.keys, trunk.values, readers.memory, strict=True):
-        qkv = split_qkv(block, call(block.norm1, x))
-        x = finish_block(block, x, attend_readers(roles, block, qkv, (k, v), readers.seating.groups, memory, watch))
+        qkv = split_qkv(block, run(block.norm1, x), run)
+        read_in = attend_readers(roles, block, qkv, (k, v), readers.seating.groups, memory, watch)
+        x = finish_block(block, x, read_in, run)
     return call(roles.final_norm, x)

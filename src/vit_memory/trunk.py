@@ -4,7 +4,7 @@ The same operations in the same order on the same shapes as the library, so the 
 known here: whatever is attached, a trunk is the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,23 +74,24 @@ def finish_block(block: Block, x: Tensor, attended: Tensor, run: Run = call) -> 
 
 
 class Room:
-    """Memory for the keys and values of one batch at a time, used again for the next: fresh pages cost more than they.
+    """Memory for what one batch leaves behind, used again for the next: fresh pages cost more than what is put there.
 
-    A trunk made in a room holds until the next one is made there.
+    What lies in a slot holds until the slot is taken again.
     """
 
     def __init__(self) -> None:
-        self._slots: list[Tensor] = []
+        self._slots: dict[Hashable, Tensor] = {}
 
-    def place(self, slot: int, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A contiguous copy of x (B, …) in that slot, cast if asked; slots are first taken in order."""
-        if slot == len(self._slots):
-            self._slots.append(x.new_empty(0))
-        held, dtype = self._slots[slot], dtype or x.dtype
-        if held.shape[1:] != x.shape[1:] or len(held) < len(x) or held.dtype != dtype:
-            held = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-            self._slots[slot] = held
-        return held[: len(x)].copy_(x)
+    def take(self, slot: Hashable, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of that shape, with whatever is in it."""
+        held = self._slots.get(slot)
+        if held is None or held.shape[1:] != shape[1:] or len(held) < shape[0] or held.dtype != dtype:
+            held = self._slots[slot] = torch.empty(shape, dtype=dtype, device=device)
+        return held[: shape[0]]
+
+    def place(self, slot: Hashable, x: Tensor) -> Tensor:
+        """A contiguous copy of x (B, …) in that slot."""
+        return self.take(slot, x.shape, x.dtype, x.device).copy_(x)
 
 
 @torch.no_grad()
@@ -103,8 +104,8 @@ def run_trunk(roles: Roles, images: Tensor, *, keep: bool = True, room: Room | N
     def attend(block: Block, x: Tensor) -> Tensor:
         attended, k, v = attend_originals(roles, block, *split_qkv(block, block.norm1(x)), rotation)
         if keep:  # head by head, as readers' products want them: they would else copy them, and keep both for a graph
-            keys.append(k.contiguous() if room is None else room.place(2 * len(keys), k))
-            values.append(v.contiguous() if room is None else room.place(2 * len(values) + 1, v))
+            keys.append(k.contiguous() if room is None else room.place(("keys", len(keys)), k))
+            values.append(v.contiguous() if room is None else room.place(("values", len(values)), v))
         return attended
 
     for block in roles.blocks:

@@ -60,7 +60,12 @@ def passes(monkeypatch):
     """The batches that went through the backbone from here on."""
     seen = []
     run = caching.run_trunk
-    monkeypatch.setattr(caching, "run_trunk", lambda roles, images: seen.append(len(images)) or run(roles, images))
+
+    def counted(roles, images, **rest):
+        seen.append(len(images))
+        return run(roles, images, **rest)
+
+    monkeypatch.setattr(caching, "run_trunk", counted)
     return seen
 
 
@@ -176,8 +181,8 @@ def test_bad_images_are_left_out_of_a_store_and_told_each_time(backbone, tmp_pat
 def test_values_beyond_half_precision_do_not_become_infinite(backbone, monkeypatch):  # noqa: F811
     run = caching.run_trunk
 
-    def huge(roles, images):
-        trunk = run(roles, images)
+    def huge(roles, images, **rest):
+        trunk = run(roles, images, **rest)
         return replace(trunk, keys=tuple(k * 1e9 for k in trunk.keys))
 
     kept = store(backbone, None).open(disk=False)

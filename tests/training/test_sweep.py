@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from builders import images, tiny_backbone, trained
+from builders import images, tiny_backbone, trained, variant_params
 from vit_memory import MemoryViT, Preprocessing, load_backbone, new_task
 from vit_memory.data.images import ImageArray
 from vit_memory.data.splits import Split
@@ -114,19 +114,34 @@ def test_what_is_trained_is_what_the_model_answers_also_for_extensions(backbone)
             torch.testing.assert_close(logits, answers, rtol=0, atol=1e-5)
 
 
-def test_gradients_are_those_of_the_dense_reference(backbone):
+@pytest.mark.parametrize("variant", variant_params())
+def test_gradients_are_those_of_the_dense_reference_also_in_a_room_used_before(variant):
     from vit_memory.reference import dense_forward
 
+    backbone = tiny_backbone(variant)
     task = trained(backbone, "tint", labels=LABELS, cells=3)
-    labels = torch.tensor([0, 1, 2, 0])
     sweep = MaskedSweep(backbone, [Setting(task, 0.1)], TaskGraph(), Recipe())
-    sweep.losses(sweep.logits(run_trunk(backbone.roles, images(4))), labels).sum().backward()
-    leaves = {name: value.clone().requires_grad_() for name, value in parts(task).items()}
-    with_graph = dense_forward.__wrapped__  # without its no_grad
-    logits = with_graph(backbone, [replace(task, **leaves)], images(4))["tint"]
-    expected = torch.autograd.grad(F.cross_entropy(logits, labels, reduction="sum"), list(leaves.values()))
-    for found, gradient in zip(sweep.gradients(), expected, strict=True):
-        torch.testing.assert_close(found.reshape(gradient.shape), gradient, rtol=1e-4, atol=1e-5)
+    for batch, labels in ((images(5, seed=1), [0, 1, 2, 0, 1]), (images(4), [0, 1, 2, 0])):
+        sweep.losses(sweep.logits(sweep.look(batch)), torch.tensor(labels)).sum().backward()
+        found = [gradient.clone() for gradient in sweep.gradients()]
+        for stack in sweep.stacks.values():
+            stack.values.grad = None
+        leaves = {name: value.clone().requires_grad_() for name, value in parts(task).items()}
+        with_graph = dense_forward.__wrapped__  # without its no_grad
+        logits = with_graph(backbone, [replace(task, **leaves)], batch)["tint"]
+        loss = F.cross_entropy(logits, torch.tensor(labels), reduction="sum")
+        expected = torch.autograd.grad(loss, list(leaves.values()))
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.reshape(theirs.shape), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_whose_room_was_used_again_is_noticed(backbone):
+    task = trained(backbone, "tint", labels=LABELS, cells=3)
+    sweep = MaskedSweep(backbone, [Setting(task, 0.1)], TaskGraph(), Recipe())
+    first = sweep.logits(run_trunk(backbone.roles, images(4)))
+    sweep.logits(run_trunk(backbone.roles, images(4, seed=1)))
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        first.sum().backward()
 
 
 def test_training_learns_and_leaves_backbone_and_parents_bit_for_bit(backbone):

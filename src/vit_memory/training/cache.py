@@ -18,11 +18,10 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import BinaryIO, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -41,6 +40,10 @@ _FORMAT = "vit-memory-store/1"
 _RAM_SHARE, _DISK_SHARE = 0.5, 0.5  # of what is free, that `auto` takes
 _MOST_RAM, _MOST_DISK = 0.85, 0.95  # of what is free, that is refused beyond
 _SETTLE_S = 5.0  # between two times that rows are brought to disk and marked: syncing each group costs as much as it
+_AT_ONCE = 80 * 2**20  # bytes of trunks
+FEWEST = 8  # images: below, every product is bound by reading its weights
+_GATHERED = 16  # rows of a block that are gathered before they are cast: few enough to stay in the processor's cache
+_TRUNKS, _FEATURES, _DONE = "trunks.bin", "features.bin", "done.bin"
 log = logging.getLogger(__name__)
 
 
@@ -98,6 +101,13 @@ class Shape:
         """One row of trunks."""
         return (self.blocks, 2, self.heads, self.tokens, self.head_width)
 
+    def at_once(self, dtype: torch.dtype) -> int:
+        """How many images pass the backbone at a time, so that a step needs about the memory of plain inference.
+
+        More would not be faster: what a block frees is then too large for the C allocator to keep (`backbone.py`).
+        """
+        return max(FEWEST, _AT_ONCE // self.bytes(1, dtype))
+
     def bytes(self, rows: int, dtype: torch.dtype) -> int:
         """What so many rows take."""
         return rows * (math.prod(self.row) * dtype.itemsize + self.width * 4 + 1)
@@ -142,9 +152,10 @@ class Store:
         self.rows = views * len(places)
         self.shape = Shape.of(backbone, view_size(loader.transform.preprocessing))
         self.dtype = cache.torch_dtype
+        self._at_once = self.shape.at_once(backbone.dtype)
         self.folder: Path | None = cache.place / self._key()[:32]
         self.need = self.shape.bytes(self.rows, self.dtype)
-        self.room = Room()
+        self._room = Room()
         self._position = torch.zeros(len(loader.split), dtype=torch.long)
         self._position[self.places] = torch.arange(len(places))
 
@@ -180,14 +191,14 @@ class Store:
             "images": hashlib.sha256(b"".join(self.loader.split.digests)).hexdigest(),
             "places": self.places if len(self.places) < len(self.loader.split) else "all",
             "views": [self.views, self.seed if isinstance(self.loader.transform, Training) else 0],
-            "group": self.loader.batch_size,
+            "group": [self.loader.batch_size, self._at_once],
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
     def _map(self, folder: Path, sizes: Sequence[int], kinds: Sequence[torch.dtype]) -> list[Tensor]:
         """Files of exactly these sizes, mapped; a file of another size is begun anew, with all that rests on it."""
         folder.mkdir(parents=True, exist_ok=True)
-        files = [folder / name for name in ("trunks.bin", "features.bin", "done.bin")]
+        files = [folder / name for name in (_TRUNKS, _FEATURES, _DONE)]
         wanted = [n * kind.itemsize for n, kind in zip(sizes, kinds, strict=True)]
         if any(not file.exists() or file.stat().st_size != length for file, length in zip(files, wanted, strict=True)):
             files[2].unlink(missing_ok=True)
@@ -246,24 +257,26 @@ class Store:
     @torch.no_grad()
     def _put(self, view: int, images: Tensor, places: Tensor) -> Tensor:
         """Compute some rows; returns which."""
-        trunk = run_trunk(self.backbone.roles, self.backbone.check_images(images.to(self.backbone.device)))
-        rows = self._rows(view, places)
+        backbone, rows = self.backbone, self._rows(view, places)
         largest = torch.finfo(self.dtype).max
-        for i, (keys, values) in enumerate(zip(trunk.keys, trunk.values, strict=True)):
-            for j, part in enumerate((keys, values)):
-                # Beyond half precision's range there is only infinity, which would poison every reader.
-                kept = part.clamp(-largest, largest) if self.dtype == torch.float16 else part
-                self._trunks[rows, i, j] = kept.to("cpu", self.dtype)
-        self._features[rows] = trunk.original.feature.float().cpu()
+        for part in parts(len(rows), self._at_once):
+            looked_at = backbone.check_images(images[part].to(backbone.device))
+            trunk = run_trunk(backbone.roles, looked_at, room=self._room)
+            for i, block in enumerate(zip(trunk.keys, trunk.values, strict=True)):
+                for j, kept in enumerate(block):
+                    # Beyond half precision's range there is only infinity, which would poison every reader.
+                    within = kept.clamp_(-largest, largest) if self.dtype == torch.float16 else kept
+                    self._trunks[rows[part], i, j] = within.to("cpu", self.dtype)
+            self._features[rows[part]] = trunk.original.feature.float().cpu()
         return rows
 
     def _settle(self, unsettled: list[Tensor]) -> None:
         """Mark rows as done, once they are on disk themselves: a power cut may take the last seconds, not the truth."""
         if not unsettled:
             return
-        self._flush("trunks.bin", "features.bin")
+        self._flush(_TRUNKS, _FEATURES)
         self._done[torch.cat(unsettled)] = 1
-        self._flush("done.bin")
+        self._flush(_DONE)
         unsettled.clear()
 
     def _flush(self, *names: str) -> None:
@@ -274,54 +287,51 @@ class Store:
             finally:
                 os.close(descriptor)
 
-    def take(self, groups: Iterable[tuple[int, Sequence[int]]]) -> Iterator[tuple["Taken", Tensor]]:
-        """What is stored of each group of places in a view, bad images left out, with their labels.
+    def take(self, groups: Iterable[tuple[int, Sequence[int]]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rows of each group of places in a view, bad images left out, and their labels.
 
-        The next group is read by a thread of its own while the caller computes, into one of two buffers: memory that
-        was touched before costs a third of fresh pages. So what is taken holds until the next but one is asked for.
+        While the caller computes, the system is asked to read the next group from disk.
         """
-        buffers = [self._trunks.new_empty(0), self._trunks.new_empty(0)]
-        with ThreadPoolExecutor(1) as reader:
+        with self._readable() as file:
             ahead = None
-            for turn, (view, places) in enumerate(groups):
-                coming = reader.submit(self._read, view, places, buffers[turn % 2])
+            for view, places in groups:
+                chosen = torch.as_tensor(places, dtype=torch.long)
+                rows = self._rows(view, chosen)
+                good = self._done[rows] == 1
+                coming = rows[good], torch.from_numpy(self.loader.split.labels)[chosen[good]]
+                self._announce(file, rows)
                 if ahead is not None:
-                    yield ahead.result()
+                    yield ahead
                 ahead = coming
             if ahead is not None:
-                yield ahead.result()
+                yield ahead
 
-    def _read(self, view: int, places: Sequence[int], buffer: Tensor) -> tuple["Taken", Tensor]:
-        chosen = torch.as_tensor(places, dtype=torch.long)
-        rows = self._rows(view, chosen)
-        good = self._done[rows] == 1
-        chosen, rows = chosen[good], rows[good]
-        labels = torch.from_numpy(self.loader.split.labels)[chosen]
-        if buffer.numel() < len(rows) * math.prod(self.shape.row):
-            buffer.resize_(len(rows), *self.shape.row)
-        kept = torch.index_select(self._trunks, 0, rows, out=buffer[: len(rows)])
-        return Taken(self, kept, self._features[rows]), labels
+    def _readable(self) -> AbstractContextManager[BinaryIO | None]:
+        return nullcontext() if self.folder is None else (self.folder / _TRUNKS).open("rb")
 
+    def _announce(self, file: BinaryIO | None, rows: Tensor) -> None:
+        """Say that rows will be read soon."""
+        if file is None or not hasattr(os, "posix_fadvise"):  # not on macOS or Windows, which read when they are asked
+            return
+        length = math.prod(self.shape.row) * self.dtype.itemsize
+        for row in rows.tolist():
+            os.posix_fadvise(file.fileno(), row * length, length, os.POSIX_FADV_WILLNEED)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Taken:
-    """Some rows of a store, still as they are kept."""
-
-    store: Store
-    trunks: Tensor  # (B, L, 2, H, N, A/H)
-    features: Tensor  # (B, D)
-
-    def trunk(self, first: int, last: int) -> Trunk:
-        """Rows first to last as a trunk, cast and placed for the backbone; holds until the next is made."""
-        device, dtype, room = self.store.backbone.device, self.store.backbone.dtype, self.store.room
-        blocks = self.trunks[first:last].to(device).unbind(1)
-        feature = self.features[first:last].to(device, dtype)
-        nothing = feature.new_zeros(len(feature), 0, self.store.shape.width)  # of the output, only the feature is kept
-        return Trunk(
-            keys=tuple(room.place(i, block[:, 0], dtype) for i, block in enumerate(blocks)),
-            values=tuple(room.place(len(blocks) + i, block[:, 1], dtype) for i, block in enumerate(blocks)),
-            original=Original(nothing, feature),
+    def trunk(self, rows: Tensor) -> Trunk:
+        """Rows as a trunk, cast and placed for the backbone; it holds until the next is made."""
+        device, dtype, shape = self.backbone.device, self.backbone.dtype, self.shape
+        wanted = (len(rows), *shape.row[2:])
+        keys, values = (
+            tuple(self._room.take((name, i), wanted, dtype, device) for i in range(shape.blocks))
+            for name in ("keys", "values")
         )
+        for part in parts(len(rows), _GATHERED):
+            for i in range(shape.blocks):
+                keys[i][part] = self._trunks[rows[part], i, 0]
+                values[i][part] = self._trunks[rows[part], i, 1]
+        feature = self._features[rows].to(device, dtype)
+        nothing = feature.new_zeros(len(feature), 0, shape.width)  # of the output, only the feature is kept
+        return Trunk(keys, values, Original(nothing, feature))
 
 
 @contextmanager
@@ -338,6 +348,12 @@ def _locked(folder: Path | None) -> Iterator[None]:
     with (folder / "store.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def parts(count: int, most: int) -> Iterator[slice]:
+    """`count` images in as few parts of at most `most` as will do, all about as large."""
+    size = math.ceil(count / math.ceil(count / most)) if count else 1
+    return (slice(i, i + size) for i in range(0, count, size))
 
 
 def free_memory() -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from vit_memory.data.loading import Batch, Loader
 from vit_memory.data.transforms import view_size
 from vit_memory.errors import TrainingError
-from vit_memory.training.cache import Cache, Shape, Store, Taken, decide
+from vit_memory.training.cache import FEWEST, Cache, Shape, Store, decide, parts
 from vit_memory.training.crew import Crew
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.regimes import REGIMES
@@ -24,9 +24,8 @@ from vit_memory.training.sweep import Seen, Sweep
 
 Piece = tuple[Seen, Tensor]  # what settings look at, and its labels; at most a chunk of images
 Group = tuple[int, list[int]]  # the places of one batch, and the view they are seen in
-_LIVE_BYTES, _STORED_BYTES = 80 * 2**20, 720 * 2**20
+_STORED_BYTES = 720 * 2**20
 _HELD = 16  # numbers, in widths, that the graph of one class token holds per block
-_FEWEST = 8  # images: below, every product is bound by reading its weights
 GROUP = 64  # images that are judged, or whose views are stored, at a time
 _PLANNED = 256  # batches handed to the workers at once, so that a long training is not one long list
 
@@ -90,14 +89,14 @@ class Stored:
         recipe = self.sweep.recipe
         plan = plan_steps(len(self.train.loader.split), recipe, start, self.crew)
         chunk = chunk_of(self.sweep, self.train.shape, stored=True)
-        for taken, labels in self.train.take(plan):
-            yield chunks(taken, labels, chunk)
+        for rows, labels in self.train.take(plan):
+            yield chunks(self.train, rows, labels, chunk)
 
     def validation(self) -> Iterator[Piece]:
         """The one view of every validation image."""
         places = self.judge.places
-        for taken, labels in self.judge.take((0, places[i : i + GROUP]) for i in range(0, len(places), GROUP)):
-            yield from chunks(taken, labels, GROUP)
+        for rows, labels in self.judge.take((0, places[i : i + GROUP]) for i in range(0, len(places), GROUP)):
+            yield from chunks(self.judge, rows, labels, GROUP)
 
 
 def feed(
@@ -163,25 +162,18 @@ def _told(report: Callable[[int, int], None], before: int, total: int, done: int
 def chunk_of(sweep: Sweep, shape: Shape, *, stored: bool) -> int:
     """How many images are held at a time: all that fit a bound, for a few long products beat many short ones.
 
-    Live, the bound is on their trunks and keeps a step's memory near that of plain inference. A stored trunk has no
-    pass beside it; there, what the graph of many settings holds counts too.
+    A stored trunk has no pass beside it; there, what the graph of many settings holds counts too.
     """
     if sweep.recipe.chunk is not None:
         return sweep.recipe.chunk
-    each = shape.bytes(1, sweep.backbone.dtype)
+    dtype = sweep.backbone.dtype
     if not stored:
-        return max(_FEWEST, _LIVE_BYTES // each)
-    graph = len(sweep.settings) * shape.blocks * _HELD * shape.width * sweep.backbone.dtype.itemsize
-    return max(_FEWEST, _STORED_BYTES // (each + graph))
+        return shape.at_once(dtype)
+    graph = len(sweep.settings) * shape.blocks * _HELD * shape.width * dtype.itemsize
+    return max(FEWEST, _STORED_BYTES // (shape.bytes(1, dtype) + graph))
 
 
-def parts(count: int, most: int) -> Iterator[slice]:
-    """`count` images in as few parts of at most `most` as will do, all about as large."""
-    size = math.ceil(count / math.ceil(count / most)) if count else 1
-    return (slice(i, i + size) for i in range(0, count, size))
-
-
-def chunks(taken: Taken, labels: Tensor, chunk: int) -> Iterator[Piece]:
-    """What was taken of a store as trunks, so many images at a time."""
+def chunks(store: Store, rows: Tensor, labels: Tensor, chunk: int) -> Iterator[Piece]:
+    """Rows of a store as trunks, so many images at a time."""
     for part in parts(len(labels), chunk):
-        yield taken.trunk(part.start, part.stop), labels[part]
+        yield store.trunk(rows[part]), labels[part]

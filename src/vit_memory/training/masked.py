@@ -15,6 +15,7 @@ from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
 from vit_memory.reading import Memory, Readers, place_cells, project_cells, read, seat
 from vit_memory.task import COMPOSABLE
+from vit_memory.training.products import Products
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.sweep import MemorySweep, Seen, Setting
 from vit_memory.trunk import Room, Trunk, run_trunk
@@ -77,14 +78,15 @@ class MaskedSweep(MemorySweep):
 
     def look(self, images: Tensor) -> Trunk:
         """The trunk of some images, which holds until the next are looked at."""
-        return run_trunk(self.backbone.roles, images, room=self._room)
+        return run_trunk(self.backbone.roles, images, keep=bool(self.reading), room=self._room)
 
     def logits(self, seen: Seen) -> Tensor:
         """Answers (T, B, C) of every setting to the images of a trunk, with a graph to what is trained."""
         assert isinstance(seen, Trunk)
         features = seen.original.feature.expand(len(self.settings), -1, -1)  # (T, B, D), what `head` settings read
         if self.reading:
-            read_out = read(self.backbone.roles, self._prepared().readers, seen)[:, self._places]  # (B, R, D)
+            readers = self._prepared().readers
+            read_out = read(self.backbone.roles, readers, seen, run=Products(self._room))[:, self._places]  # (B, R, D)
             if len(self.reading) == len(self.settings):
                 features = read_out.transpose(0, 1)
             else:
