@@ -52,8 +52,10 @@ def test_resuming_ends_with_the_same_bits_and_the_same_reports(backbone, tmp_pat
     assert [r.accuracy for r in resumed.settings] == [r.accuracy for r in whole.settings]
     again = [progress for progress in again if progress.stage == "training"]
     assert again == told[-len(again) :]
-    finished = run(backbone, tmp_path / "cut", recipe, resume=True, cache=cache)  # nothing left to do
+    work: list[Progress] = []
+    finished = run(backbone, tmp_path / "cut", recipe, report=work.append, resume=True, cache=cache)
     assert finished.best.task.digest == whole.best.task.digest
+    assert work == []  # nothing was left to do, and nothing was stored for it
 
 
 def test_a_checkpoint_of_another_training_or_a_damaged_one_is_refused(backbone, tmp_path):  # noqa: F811

@@ -34,7 +34,10 @@ class Feed(Protocol):
     """What the loop asks for."""
 
     kind: Literal["ram", "disk", "off"]
-    precision: str  # what trunks were kept in, or "live"
+    precision: str  # what trunks are kept in, or "live"
+
+    def prepare(self, report: Callable[[int, int], None], check_stop: Callable[[], None]) -> None:
+        """Whatever takes time before the first step. `report` is told views done and to do, `check_stop` may raise."""
 
     def steps(self, start: int) -> Iterator[Iterator[Piece]]:
         """From step number `start` to the last, each in pieces."""
@@ -53,6 +56,9 @@ class Live:
         self.sweep, self.train, self.judge, self.crew = sweep, train, judge, crew
         shape = Shape.of(sweep.backbone, view_size(train.transform.preprocessing))
         self.chunk = chunk_of(sweep, shape, stored=False)
+
+    def prepare(self, report: Callable[[int, int], None], check_stop: Callable[[], None]) -> None:
+        """Nothing."""
 
     def steps(self, start: int) -> Iterator[Iterator[Piece]]:
         """Batches by the workers, looked at a chunk at a time."""
@@ -77,12 +83,20 @@ class Live:
 
 
 class Stored:
-    """Every view was computed once, before the first step."""
+    """Every view is computed once, before the first step."""
 
     def __init__(self, sweep: Sweep, train: Store, judge: Store, kind: Literal["ram", "disk"], crew: Crew) -> None:
         self.sweep, self.train, self.judge, self.crew = sweep, train, judge, crew
         self.kind: Literal["ram", "disk", "off"] = kind
         self.precision = str(train.dtype)
+
+    def prepare(self, report: Callable[[int, int], None], check_stop: Callable[[], None]) -> None:
+        """Fill the stores."""
+        total, done = self.train.rows + self.judge.rows, 0
+        for store in (self.train, self.judge):
+            store.open(disk=self.kind == "disk")
+            store.fill(partial(_told, report, done, total), check_stop)
+            done += store.rows
 
     def steps(self, start: int) -> Iterator[Iterator[Piece]]:
         """Rows of the store, turned into trunks a chunk at a time."""
@@ -106,10 +120,8 @@ def feed(
     cache: Cache,
     crew: Crew,
     decided: Callable[[str], None],
-    report: Callable[[int, int], None],
-    check_stop: Callable[[], None],
 ) -> Feed:
-    """Live or stored, as the cache says and the regimes, the views and the room allow. A store is filled here."""
+    """Live or stored, as the cache says and the regimes, the views and the room allow."""
     recipe = sweep.recipe
     storable = all(REGIMES[setting.task.regime].stored for setting in sweep.settings)
     views = recipe.fixed_views
@@ -133,11 +145,6 @@ def feed(
     decided(kind)
     if kind == "off":
         return Live(sweep, train, judge, crew)
-    done = 0
-    for store in stores:
-        store.open(disk=kind == "disk")
-        store.fill(partial(_told, report, done, sum(rows)), check_stop)
-        done += store.rows
     return Stored(sweep, *stores, kind, crew)
 
 

@@ -124,8 +124,6 @@ def fit(
         cache or Cache(),
         crew,
         decided or (lambda kind: None),
-        storing,
-        asked_to_stop,
     )
     key = training_key(backbone, sweep, train, validation, facts, food.precision)
     course = _Course(sweep, food, crew)
@@ -137,6 +135,8 @@ def fit(
             write_checkpoint(checkpoint, key, sweep, course.since, course.standing)
 
     ended = course.tired or course.standing.step == recipe.steps  # resumed, but there is nothing left to do
+    if not ended:
+        food.prepare(storing, asked_to_stop)
     for pieces in () if ended else food.steps(course.standing.step):
         course.learn(pieces)
         step, last = course.standing.step, course.standing.step == recipe.steps
