@@ -139,10 +139,15 @@ def project_cells(roles: Roles, block: Block, cells: Tensor, *, raw: bool = Fals
 def place_cells(seating: Seating, keys: Tensor, values: Tensor) -> tuple[Memory, ...]:
     """The flat table (S, H, A/H) of one block, gathered per group in the layout that the products want."""
     keys, values = (torch.cat([table, table.new_zeros(1, *table.shape[1:])]) for table in (keys, values))
+
+    def chosen(table: Tensor, group: Group) -> Tensor:  # (G, P, H, A/H); the gradient of plain indexing is slow
+        rows: Tensor = table.index_select(0, group.cells.flatten()).unflatten(0, group.cells.shape)
+        return rows
+
     return tuple(
         Memory(
-            keys=keys[group.cells].permute(0, 2, 3, 1).contiguous(),
-            values=values[group.cells].transpose(1, 2).contiguous(),
+            keys=chosen(keys, group).permute(0, 2, 3, 1).contiguous(),
+            values=chosen(values, group).transpose(1, 2).contiguous(),
         )
         for group in seating.groups
     )

@@ -140,7 +140,8 @@ class MaskedSweep(MemorySweep):
         for block, cells, parents in zip(roles.blocks, self.cells.values.to(dtype), self._parent_cells, strict=True):
             own = project_cells(roles, block, cells)
             keys, values = (
-                torch.cat([table, *(theirs[i] for theirs in parents)])[self._rows] for i, table in enumerate(own)
+                torch.cat([table, *(theirs[i] for theirs in parents)]).index_select(0, self._rows)
+                for i, table in enumerate(own)
             )
             memory.append(place_cells(self._seating, keys, values))
         return Readers(self._seating, roles.pre_norm(tokens), tuple(memory))
