@@ -320,15 +320,19 @@ class Store:
     def trunk(self, rows: Tensor) -> Trunk:
         """Rows as a trunk, cast and placed for the backbone; it holds until the next is made."""
         device, dtype, shape = self.backbone.device, self.backbone.dtype, self.shape
-        wanted = (len(rows), *shape.row[2:])
+        each = shape.row[2:]  # the keys, or values, of one block: a line of the table below
         keys, values = (
-            tuple(self._room.take((name, i), wanted, dtype, device) for i in range(shape.blocks))
+            tuple(self._room.take((name, i), (len(rows), *each), dtype, device) for i in range(shape.blocks))
             for name in ("keys", "values")
         )
+        table = self._trunks.view(-1, math.prod(each))
         for part in parts(len(rows), _GATHERED):
+            lines = rows[part] * (2 * shape.blocks)
+            gathered = self._room.take("gathered", (len(lines), table.shape[1]), table.dtype, table.device)
             for i in range(shape.blocks):
-                keys[i][part] = self._trunks[rows[part], i, 0]
-                values[i][part] = self._trunks[rows[part], i, 1]
+                for j, kept in enumerate((keys, values)):
+                    torch.index_select(table, 0, lines + (2 * i + j), out=gathered)
+                    kept[i][part].copy_(gathered.view(-1, *each))
         feature = self._features[rows].to(device, dtype)
         nothing = feature.new_zeros(len(feature), 0, shape.width)  # of the output, only the feature is kept
         return Trunk(keys, values, Original(nothing, feature))
