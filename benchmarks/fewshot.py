@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import write
+from benchmarks.measure import commit, write
 from vit_memory import Backbone, MemoryViT, Recipe, fit, load_backbone, open_data
 from vit_memory.data.loading import default_workers
 from vit_memory.evaluation.answering import evaluate
@@ -81,7 +81,7 @@ def main() -> None:
                 runs.append(train(backbone, pack, replace(grid, seeds=(seed,)), recipe, asked.image_size, cache))
             for size in runs[0]:
                 case = f"{Path(pack).name} {size}{title}"
-                row = {"case": case, **summary([run[size] for run in runs])}
+                row = {"case": case, "commit": commit(), **summary([run[size] for run in runs])}
                 print(f"{case:44} {100 * row['mean']:5.1f} ± {100 * row['half_interval']:.1f} %", flush=True)
                 rows = [*(other for other in rows if other["case"] != case), row]
             if asked.json:

@@ -104,7 +104,7 @@ class Shape:
     def at_once(self, dtype: torch.dtype) -> int:
         """How many images pass the backbone at a time, so that a step needs about the memory of plain inference.
 
-        More would not be faster: what a block frees is then too large for the C allocator to keep (`backbone.py`).
+        What a block frees is then also small enough for the C allocator to keep for the next (`backbone.py`).
         """
         return max(FEWEST, _AT_ONCE // self.bytes(1, dtype))
 
