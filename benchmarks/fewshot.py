@@ -36,8 +36,8 @@ def train(backbone: Backbone, pack: str, grid: Grid, recipe: Recipe, size: int, 
     best: dict[str, Any] = {}
     for found in result.settings:
         name = found.setting.name.split(",")[0]
-        if found.accuracy is not None and found.accuracy > best.get(name, (-1.0, None))[0]:
-            best[name] = (found.accuracy, found)
+        if found.score is not None and found.score > best.get(name, (-1.0, None))[0]:
+            best[name] = (found.score, found)
     model = MemoryViT(backbone, [replace(found.task, name=name.replace(" ", "-")) for name, (_, found) in best.items()])
     scores = evaluate(model, dataset.splits["test"], dataset.labels, list(model.tasks), workers=default_workers())
     return {

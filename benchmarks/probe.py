@@ -51,10 +51,10 @@ def features(dataset: Any, read: Features) -> list[np.ndarray]:
 def probe(dataset: Any, found: list[np.ndarray]) -> float:
     """Test accuracy of a ridge classifier (least squares to one-hot labels), its strength chosen on validation."""
     x, held, test = found
-    y, held_y = dataset.train.labels, dataset.validation.labels
+    y, held_y = dataset.train.targets, dataset.validation.targets
     chosen = STRENGTHS[int(np.argmax(accuracies(x, y, held, held_y, STRENGTHS)))]
     everything, every_y = np.concatenate([x, held]), np.concatenate([y, held_y])
-    return accuracies(everything, every_y, test, dataset.test.labels, [chosen])[0]
+    return accuracies(everything, every_y, test, dataset.test.targets, [chosen])[0]
 
 
 def accuracies(

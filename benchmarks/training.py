@@ -15,7 +15,8 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,9 @@ from vit_memory.data.loading import Loader
 from vit_memory.data.splits import Split
 from vit_memory.data.transforms import Evaluation
 from vit_memory.graph import TaskGraph
-from vit_memory.training.cache import Cache, Shape, Store, parts
-from vit_memory.training.feeding import chunk_of, chunks
+from vit_memory.parallel import PieceThreads, pieces
+from vit_memory.training.cache import Cache, Shape, Store
+from vit_memory.training.feeding import Chunk, chunk_of, stored_chunks
 from vit_memory.training.masked import MaskedSweep
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.sweep import Setting
@@ -83,13 +85,32 @@ def live(model: nn.Module, count: int, settings: int) -> Work:
     """Our step from images."""
     sweep = sweep_of(model, settings)
     images, labels = batch_of(count)
-    chunk = chunk_of(sweep, Shape.of(sweep.backbone, (224, 224)), stored=False)
+    threads = torch.get_num_threads()
+    most = chunk_of(sweep, Shape.of(sweep.backbone, (224, 224)), threads, stored=False)
+    chunks = [
+        Chunk(partial(sweep.look, images[part]), labels[part], torch.arange(count)[part])
+        for part in pieces(count, threads, most)
+    ]
+    step = stepper(sweep)
+    return lambda: step(chunks)
 
-    def step() -> None:
-        losses = torch.zeros(settings)
-        for part in parts(count, chunk):
-            losses += sweep.learn(sweep.look(images[part]), labels[part])
-        sweep.step(0, losses, count)
+
+def stepper(sweep: MaskedSweep) -> Callable[[Sequence[Chunk]], None]:
+    """A step as the loop takes it; between steps torch has its threads back, for the other side of the race."""
+    number = torch.get_num_threads()
+    threads = PieceThreads(sweep.backbone.device).__enter__()  # stays open: its threads keep their buffers
+    torch.set_num_threads(number)
+
+    def step(chunks: Sequence[Chunk]) -> None:
+        torch.set_num_threads(1 if number > 1 else number)
+        losses = torch.zeros(len(sweep.settings))
+        sweep.leaves()
+        for some in threads.rounds(chunks):
+            for loss, gradients in threads.map(lambda chunk: sweep.backward(chunk.load(), chunk.targets), some):
+                losses += loss
+                sweep.accumulate(gradients)
+        sweep.step(0, losses, sum(len(chunk.indices) for chunk in chunks))
+        torch.set_num_threads(number)
 
     return step
 
@@ -104,16 +125,11 @@ def stored(model: nn.Module, count: int, settings: int) -> Work:
     loader = Loader(split, Evaluation(FACTS), 64)
     store = Store(sweep.backbone, loader, 1, 0, Cache("ram"), range(images)).open(disk=False)
     store.fill()
+    threads = torch.get_num_threads()
     batches = store.take((0, rng.permutation(images)[:count].tolist()) for _ in iter(int, 1))
 
-    def step() -> None:
-        rows, labels = next(batches)
-        losses = torch.zeros(settings)
-        for seen, some in chunks(store, rows, labels, chunk_of(sweep, store.shape, stored=True)):
-            losses += sweep.learn(seen, some)
-        sweep.step(0, losses, count)
-
-    return step
+    step, most = stepper(sweep), chunk_of(sweep, store.shape, threads, stored=True)
+    return lambda: step(stored_chunks(store, *next(batches), threads, most))
 
 
 def torch_step(answer: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], count: int) -> Work:

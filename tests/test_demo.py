@@ -24,16 +24,17 @@ def test_the_demo_leaves_three_tasks_that_answer_and_a_page(tmp_path, monkeypatc
     assert {path.name for path in tmp_path.iterdir()} == {
         "index.html",
         "digit.safetensors",
-        "place.safetensors",
-        "parity.safetensors",
+        "traits.safetensors",
+        "ink.safetensors",
     }
-    tasks = [Task.load(tmp_path / f"{name}.safetensors") for name in ("digit", "place", "parity")]
+    tasks = [Task.load(tmp_path / f"{name}.safetensors") for name in ("digit", "traits", "ink")]
+    assert [task.kind for task in tasks] == ["single-label", "multi-label", "regression"]
     assert tasks[2].parents == ("digit",)
-    assert MemoryViT(load_backbone("bundled"), tasks).tasks.ancestors("parity") == ("digit",)
+    assert MemoryViT(load_backbone("bundled"), tasks).tasks.ancestors("ink") == ("digit",)
     page = (tmp_path / "index.html").read_text()
     assert page.count("<figure>") == 24
     assert not re.search(r'(src|href)="(?!data:)', page)  # nothing to fetch
-    assert all(f"<b>{name}</b>" in page for name in ("digit", "place", "parity"))
+    assert all(f"<b>{name}</b>" in page for name in ("digit", "traits", "ink"))
 
 
 def test_scenes_share_no_digit_and_no_part_of_a_photograph(monkeypatch):

@@ -87,7 +87,7 @@ def test_evaluating_several_tasks_gives_each_what_the_model_answers(place):
     outputs = model(batch.images)
     for name in told:
         answers = [model.tasks[name].labels[i] for i in outputs[name].argmax(1)]
-        right = np.mean([LABELS[label] == answer for label, answer in zip(batch.labels, answers, strict=True)])
+        right = np.mean([LABELS[label] == answer for label, answer in zip(batch.targets, answers, strict=True)])
         assert told[name]["top1"] == pytest.approx(right)
         assert told[name]["images"] == 6
     page = CliRunner().invoke(app, ["evaluate", str(place / "kinds.safetensors"), "--data", str(place / "photos")])

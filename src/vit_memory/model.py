@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit_memory.backbone import Backbone
@@ -20,7 +19,7 @@ from vit_memory.fused import run_fused
 from vit_memory.graph import TaskGraph
 from vit_memory.joining import JoinPlan
 from vit_memory.reading import Group, Looks, Readers, Seating, place_cells, project_cells, read, seat
-from vit_memory.task import Task
+from vit_memory.task import Task, head_output
 from vit_memory.trunk import Trunk, run_trunk
 
 _KEPT_SELECTIONS = 32  # task selections whose gathered memory is kept; requests tend to repeat a few
@@ -30,7 +29,7 @@ _KEPT_SELECTIONS = 32  # task selections whose gathered memory is kept; requests
 class Outputs(Mapping[str, Tensor]):
     """The backbone's own answer, untouched, and one tensor of logits per task asked for.
 
-    A mapping from task name to logits (B, C); regression tasks give their values.
+    A mapping from task name to logits (B, C); regression tasks give their values, in the user's units.
     """
 
     original: Original
@@ -64,6 +63,7 @@ class _Kept:
     values: tuple[Tensor, ...]
     head_weight: Tensor
     head_bias: Tensor
+    scale: Tensor | None  # (2, C) of a regression task, float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,7 +235,8 @@ def _keep(task: Task, backbone: Backbone) -> _Kept:
             for block, cells in zip(roles.blocks, memory, strict=True)
         ]
         keys, values = zip(*projected, strict=True)
-    return _Kept(token, keys, values, place(task.head_weight), place(task.head_bias))
+    scale = None if task.target_scale is None else task.target_scale.tensor(backbone.device)
+    return _Kept(token, keys, values, place(task.head_weight), place(task.head_bias), scale)
 
 
 def _token(kept: _Kept) -> Tensor:
@@ -247,7 +248,7 @@ def _answer(selection: _Selection, original: Original, features: Tensor | None) 
     answers: dict[str, Tensor] = {}
     for name, position, kept in selection.answers:
         feature = original.feature if position is None or features is None else features[:, position]
-        answers[name] = F.linear(feature, kept.head_weight, kept.head_bias)
+        answers[name] = head_output(feature, kept.head_weight, kept.head_bias, kept.scale)
     return Outputs(original, answers)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vit_memory.backbone import Backbone, BackboneIdentity
@@ -22,6 +24,28 @@ Start = Literal["original", "normal"]
 
 COMPOSABLE: frozenset[Regime] = frozenset({"head", "class", "memory"})
 MEMORY_STD = 0.02  # the paper's, for memory cells drawn before the norm
+
+
+@dataclass(frozen=True, slots=True)
+class TargetScale:
+    """The mean and the standard deviation of each value of a regression task, in the user's units.
+
+    The head answers in standard deviations from the mean; multiplied and added here, in float32 at least, a value
+    keeps its precision also where the task is kept in float16.
+    """
+
+    mean: tuple[float, ...]  # (C,)
+    std: tuple[float, ...]  # (C,), above 0
+
+    def tensor(self, device: torch.device | str = "cpu") -> Tensor:
+        """(2, C) float32: mean, then standard deviation."""
+        return torch.tensor([self.mean, self.std], dtype=torch.float32, device=device)
+
+
+def head_output(feature: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | None) -> Tensor:
+    """A task's answer (…, C) to features (…, D): logits, or with a `scale` (2, C) values in the user's units."""
+    output = F.linear(feature, weight, bias)
+    return output if scale is None else output * scale[1] + scale[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +82,8 @@ class Task:
     parents: tuple[str, ...] = ()
     raw_memory: bool = False
     parent_digests: Mapping[str, str] = field(default_factory=dict)  # of the parents that are pinned
+    thresholds: tuple[float, ...] | None = None  # (C,) multi-label: probability from which a label counts as present
+    target_scale: TargetScale | None = None  # regression: the user's units; None answers as the head does
     record: TaskRecord = field(default_factory=TaskRecord)
 
     def __post_init__(self) -> None:
@@ -90,6 +116,24 @@ class Task:
         strangers = sorted(set(self.parent_digests) - set(self.parents))
         if strangers:
             raise TaskError(f"{where}: digests of tasks it does not extend: {', '.join(strangers)}.")
+        self._check_kind(where)
+
+    def _check_kind(self, where: str) -> None:
+        if self.thresholds is not None:
+            if self.kind != "multi-label":
+                raise TaskError(f"{where}: thresholds belong to multi-label tasks, this one is {self.kind}.")
+            if len(self.thresholds) != len(self.labels) or not all(0 <= t <= 1 for t in self.thresholds):
+                raise TaskError(f"{where}: expected {len(self.labels)} thresholds between 0 and 1, one per label.")
+        if self.target_scale is not None:
+            mean, std = self.target_scale.mean, self.target_scale.std
+            if self.kind != "regression":
+                raise TaskError(f"{where}: a target scale belongs to regression tasks, this one is {self.kind}.")
+            fine = all(map(math.isfinite, (*mean, *std))) and all(value > 0 for value in std)
+            if not fine or not len(mean) == len(std) == len(self.labels):
+                raise TaskError(
+                    f"{where}: the target scale needs a finite mean and a standard deviation above 0 for each of "
+                    f"{len(self.labels)} values."
+                )
 
     def _check_shape(self, part: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
         if tuple(tensor.shape) != expected or not tensor.is_floating_point():
@@ -113,7 +157,7 @@ class Task:
     @property
     def digest(self) -> str:
         """A hash of all that decides its answers: labels, head, token, memory, parents, backbone. Not of its name."""
-        told = {
+        told: dict[str, Any] = {
             "labels": self.labels,
             "kind": self.kind,
             "regime": self.regime,
@@ -121,6 +165,10 @@ class Task:
             "parents": [self.parent_digests.get(name, name) for name in self.parents],
             "backbone": self.backbone.fingerprint,
         }
+        if self.thresholds is not None:  # only where there are any: digests of other tasks stay what they were
+            told["thresholds"] = self.thresholds
+        if self.target_scale is not None:
+            told["target_scale"] = [self.target_scale.mean, self.target_scale.std]
         digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
         for tensor in (self.class_token, self.memory, self.head_weight, self.head_bias):
             if tensor is not None:

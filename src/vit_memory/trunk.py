@@ -4,6 +4,7 @@ The same operations in the same order on the same shapes as the library, so the 
 known here: whatever is attached, a trunk is the same.
 """
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -92,6 +93,13 @@ class Room:
     def place(self, slot: Hashable, x: Tensor) -> Tensor:
         """A contiguous copy of x (B, …) in that slot."""
         return self.take(slot, x.shape, x.dtype, x.device).copy_(x)
+
+
+class RoomPerThread(threading.local):
+    """A room for each thread that asks: threads compute different pieces of a batch at the same time."""
+
+    def __init__(self) -> None:
+        self.room = Room()
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ def split(tmp_path):
 
 def gathered(loader, **how):
     batches = list(loader.batches(**how))
-    return [torch.cat([getattr(b, field) for b in batches]) for field in ("images", "labels", "indices")]
+    return [torch.cat([getattr(b, field) for b in batches]) for field in ("images", "targets", "indices")]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_workers_and_batch_size_change_nothing(split, transform):
         assert all(torch.equal(a, b) for a, b in zip(alone, made, strict=True))
     assert torch.equal(torch.get_rng_state(), before)
     assert alone[2].tolist() == order.tolist()
-    assert alone[1].tolist() == split.labels[order].tolist()
+    assert alone[1].tolist() == split.targets[order].tolist()
 
 
 def test_another_view_or_seed_is_another_augmentation_of_the_same_images(split):
@@ -62,7 +62,7 @@ def test_bad_images_are_told_once_and_written_as_a_report(tmp_path):
     bad = BadImages()
     loader = Loader(split, Evaluation(PREPROCESSING), batch_size=4, on_bad_image="skip", bad=bad)
     for _ in range(2):
-        assert sum(len(batch.labels) for batch in loader.batches()) == len(split) - len(bad)
+        assert sum(len(batch.targets) for batch in loader.batches()) == len(split) - len(bad)
     assert len(bad) > 5
     bad.write(tmp_path / "bad.tsv")
     lines = (tmp_path / "bad.tsv").read_text().splitlines()

@@ -97,7 +97,7 @@ def test_a_folder_of_more_than_twenty_odd_kinds_is_read_with_every_bad_one_repor
     with caplog.at_level(logging.WARNING):
         for split in dataset.splits.values():
             loader = Loader(split, Training(PREPROCESSING), batch_size=4, workers=2, on_bad_image="skip")
-            loaded += sum(len(batch.labels) for batch in loader.batches())
+            loaded += sum(len(batch.targets) for batch in loader.batches())
             # Some images are only too narrow for the evaluation's resize; look with both transforms.
             judge = Loader(split, Evaluation(PREPROCESSING), batch_size=4, on_bad_image="skip", bad=loader.bad)
             for batch in judge.batches():

@@ -48,7 +48,7 @@ def contents(split):
     from vit_memory.data.decoding import decode
 
     decoded = (decode(split.images.read(i), split.images.name(i)) for i in range(len(split)))
-    return sorted((int(label), pixels.numpy().tobytes()) for label, pixels in zip(split.labels, decoded, strict=True))
+    return sorted((int(label), pixels.numpy().tobytes()) for label, pixels in zip(split.targets, decoded, strict=True))
 
 
 def same(a, b):
@@ -83,9 +83,9 @@ def test_a_drawn_split_is_stratified_keeps_copies_together_and_does_not_know_the
     assert len(rest) + len(drawn) == len(labels)
     assert not set(rest.digests) & set(drawn.digests)
     for label in range(len(sizes)):
-        mine = {d for d, k in zip(straight.digests, straight.labels, strict=True) if k == label}
-        elsewhere = {d for d, k in zip(straight.digests, straight.labels, strict=True) if k != label}
-        got = {d for d, k in zip(drawn.digests, drawn.labels, strict=True) if k == label}
+        mine = {d for d, k in zip(straight.digests, straight.targets, strict=True) if k == label}
+        elsewhere = {d for d, k in zip(straight.digests, straight.targets, strict=True) if k != label}
+        got = {d for d, k in zip(drawn.digests, drawn.targets, strict=True) if k == label}
         alone = len(mine - elsewhere)
         assert len(got) == (max(1, round(0.2 * alone)) if alone > 1 else 0)
 
@@ -96,7 +96,7 @@ def test_another_seed_draws_another_split_and_few_per_class_are_drawn_alike(tmp_
     assert first.record() == again.record()
     assert first.test.digest() != other.test.digest()
     few = first.train.per_class(3, seed=0)
-    assert np.bincount(few.labels).tolist() == [3, 3, 3]
+    assert np.bincount(few.targets).tolist() == [3, 3, 3]
     assert few.digest() == again.train.per_class(3, seed=0).digest() != again.train.per_class(3, seed=1).digest()
 
 
@@ -304,7 +304,7 @@ def test_a_dataset_of_the_paper_is_read_as_its_archives_unpack(layout, tmp_path)
     assert len(opened.test) == test
     assert opened.origin["test"] == "official"
     assert opened.test.images.read(0) is not None
-    assert len(set(opened.test.labels.tolist())) == len(opened.labels)  # every class is judged
+    assert len(set(opened.test.targets.tolist())) == len(opened.labels)  # every class is judged
 
 
 def test_every_named_dataset_says_what_it_expects(tmp_path):
@@ -355,7 +355,9 @@ def test_bad_sources_are_refused_with_what_to_do(tmp_path):
     refused("a file of this kind is not understood", tmp_path / "x.zip")
     table = tmp_path / "t.csv"
     table.write_text("file,label\na.jpg,\n,b\n")
-    refused(r"2 rows cannot be used\. line 2: no label; line 3: no file", table)
+    refused(r"1 rows cannot be used\. line 3: no file", table)
+    table.write_text("file,label\na.jpg,\nb.jpg,b\nc.jpg, \n")
+    refused(r"2 rows cannot be used\. line 2: no label; line 4: no label", table)
     table.write_text("path,class\na.jpg,b\n")
     refused(r"no file and no label.*columns are path, class.*--image-column", table)
     table.write_text("file,label,split\na.jpg,b,holdout\n")

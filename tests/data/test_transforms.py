@@ -129,7 +129,7 @@ def test_a_view_is_decided_by_its_seed_alone():
     for training in (
         Training(PREPROCESSING),
         Training(PREPROCESSING, augment="pad-crop"),
-        Training(PREPROCESSING, randaugment=(2, 9)),
+        Training(PREPROCESSING, augment="randaugment"),
     ):
         before = torch.get_rng_state()
         first = training(pixels, 3)
@@ -180,7 +180,7 @@ def test_normalising_bytes_is_normalising_their_share_of_255():
 
 
 def test_a_transform_that_cannot_be_is_refused_when_it_is_made():
-    with pytest.raises(DataError, match="augment is 'mixup'; expected one of inception, pad-crop, none"):
+    with pytest.raises(DataError, match="augment is 'mixup'; expected one of inception, randaugment, pad-crop, none"):
         Training(PREPROCESSING, augment="mixup")
     with pytest.raises(DataError, match="area is"):
         Training(PREPROCESSING, area=(0.0, 1.0))

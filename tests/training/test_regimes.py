@@ -30,15 +30,15 @@ def test_a_regime_that_does_not_compose_learns_and_answers_as_it_was_judged(back
     validation = coloured(30, 2)
     result = fit(backbone, [fresh(backbone, regime=regime)], coloured(60, 1), validation, RECIPE)
     assert result.cache == "off"
-    assert result.best.accuracy > 0.5  # of three colours
+    assert result.best.score > 0.5  # of three colours
     for name, value in backbone.model.state_dict().items():
         assert torch.equal(value, before[name]), name
     model = Alone(result.best.backbone or backbone, result.best.task)
     assert result.best.task.backbone.fingerprint == model.backbone.fingerprint
     loader = Loader(validation, Training(FACTS, augment="none"), 30)
     (batch,) = loader.batches()
-    right = (model(batch.images)["tint"].argmax(-1) == batch.labels).float().mean()
-    assert float(right) == pytest.approx(result.best.accuracy)
+    right = (model(batch.images)["tint"].argmax(-1) == batch.targets).float().mean()
+    assert float(right) == pytest.approx(result.best.score)
 
 
 @pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
@@ -71,7 +71,7 @@ def test_full_fine_tuning_is_that_of_torch_and_the_library(optimiser):
     groups = list(plan_steps(24, recipe, 0, Crew()))
     for step, batch in enumerate(loader.planned(groups, recipe.seed)):
         made.zero_grad()
-        F.cross_entropy(head(theirs(batch.images).last_hidden_state[:, 0]), batch.labels).backward()
+        F.cross_entropy(head(theirs(batch.images).last_hidden_state[:, 0]), batch.targets).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         made.param_groups[0]["lr"] = rate * recipe.rate_share(step)
         made.step()
@@ -86,7 +86,7 @@ def test_unmasked_gradients_are_those_of_numeric_differences(backbone):  # noqa:
     task = replace(task, head_weight=torch.randn(3, backbone.width, generator=torch.Generator().manual_seed(1)))
     sweep = sweep_of(backbone, [Setting(task, 0.1)], TaskGraph(), Recipe())
     batch, labels = images(3), torch.tensor([0, 1, 2])
-    sweep.learn(batch, labels)
+    sweep.accumulate(sweep.backward(batch, labels)[1])
     values = sweep.stacks["cells"].values
     slope = values.grad.clone()
     direction = torch.randn(values.shape, generator=torch.Generator().manual_seed(2))
@@ -94,7 +94,7 @@ def test_unmasked_gradients_are_those_of_numeric_differences(backbone):  # noqa:
     for sign in (1, -1):
         with torch.no_grad():
             values.add_(sign * 1e-4 * direction)
-            ends.append(float(sweep.losses(sweep.logits(batch), labels)))
+            ends.append(float(sweep.objective.losses(sweep.logits(batch), labels)))
             values.sub_(sign * 1e-4 * direction)
     assert (ends[0] - ends[1]) / 2e-4 == pytest.approx(float((slope * direction).sum()), rel=0.05)
 
@@ -122,14 +122,14 @@ def test_early_stopping_ends_with_every_settings_best_look_and_resuming_adds_not
     words = (backbone, [fresh(backbone)], coloured(60, 1), coloured(30, 2), recipe)
     result = fit(
         *words,
-        report=lambda progress: progress.accuracies and looks.append(progress.accuracies),
+        report=lambda progress: progress.scores and looks.append(progress.scores),
         checkpoint=tmp_path / "checkpoint",
     )
     resumed = fit(*words, checkpoint=tmp_path / "checkpoint", resume=True)
     assert [r.task.digest for r in resumed.settings] == [r.task.digest for r in result.settings]
     assert len(looks) < 80
     for i, setting in enumerate(result.settings):
-        assert setting.accuracy == max(look[i] for look in looks)
+        assert setting.score == max(look[i] for look in looks)
     assert max(max(look) for look in looks[:-3]) >= max(max(look) for look in looks[-3:])
     validation = coloured(30, 2)
     from vit_memory import MemoryViT
@@ -137,4 +137,4 @@ def test_early_stopping_ends_with_every_settings_best_look_and_resuming_adds_not
     (batch,) = Loader(validation, Training(FACTS, augment="none"), 30).batches()
     for setting in result.settings:
         answers = MemoryViT(backbone, [setting.task])(batch.images)["tint"].argmax(-1)
-        assert float((answers == batch.labels).float().mean()) == pytest.approx(setting.accuracy)
+        assert float((answers == batch.targets).float().mean()) == pytest.approx(setting.score)

@@ -49,7 +49,7 @@ def test_resuming_ends_with_the_same_bits_and_the_same_reports(backbone, tmp_pat
     again: list[Progress] = []
     resumed = run(backbone, tmp_path / "cut", recipe, report=again.append, checkpoint_every=2, resume=True, cache=cache)
     assert [r.task.digest for r in resumed.settings] == [r.task.digest for r in whole.settings]
-    assert [r.accuracy for r in resumed.settings] == [r.accuracy for r in whole.settings]
+    assert [r.score for r in resumed.settings] == [r.score for r in whole.settings]
     again = [progress for progress in again if progress.stage == "training"]
     assert again == told[-len(again) :]
     work: list[Progress] = []
@@ -68,7 +68,7 @@ def test_a_checkpoint_of_another_training_or_a_damaged_one_is_refused(backbone, 
     path.write_bytes(content)
     with pytest.raises(DamagedFile):
         run(backbone, path, resume=True)
-    assert run(backbone, path).best.accuracy is not None  # begun anew, it is simply replaced
+    assert run(backbone, path).best.score is not None  # begun anew, it is simply replaced
 
 
 def test_a_full_disk_during_a_checkpoint_leaves_the_last_good_one(backbone, tmp_path, monkeypatch):  # noqa: F811

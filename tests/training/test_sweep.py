@@ -69,7 +69,7 @@ def test_each_of_twelve_settings_ends_with_the_weights_of_its_own_solo_run(backb
         alone = replace(recipe, learning_rates=(result.setting.learning_rate,))
         solo = fit(backbone, [result.setting.task], train, validation, alone).settings[0]
         assert_same_weights(result.task, solo.task, atol=1e-5)
-        assert result.accuracy == solo.accuracy
+        assert result.score == solo.score
 
 
 @pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
@@ -122,7 +122,7 @@ def test_gradients_are_those_of_the_dense_reference_also_in_a_room_used_before(v
     task = trained(backbone, "tint", labels=LABELS, cells=3)
     sweep = MaskedSweep(backbone, [Setting(task, 0.1)], TaskGraph(), Recipe())
     for batch, labels in ((images(5, seed=1), [0, 1, 2, 0, 1]), (images(4), [0, 1, 2, 0])):
-        sweep.losses(sweep.logits(sweep.look(batch)), torch.tensor(labels)).sum().backward()
+        sweep.accumulate(sweep.backward(sweep.look(batch), torch.tensor(labels))[1])
         found = [gradient.clone() for gradient in sweep.gradients()]
         for stack in sweep.stacks.values():
             stack.values.grad = None
@@ -152,8 +152,8 @@ def test_training_learns_and_leaves_backbone_and_parents_bit_for_bit(backbone):
     recipe = Recipe(steps=40, batch=16, learning_rates=(0.1, 0.3), evaluate_every=10, augment="none")
     tasks = [fresh(backbone, parents=[parent]), fresh(backbone, regime="class", parents=[parent])]
     result = fit(backbone, tasks, coloured(96, 1), coloured(48, 2), recipe, parents=[parent], report=seen.append)
-    assert result.best.accuracy > 0.8
-    seen = [progress for progress in seen if progress.accuracies is not None]
+    assert result.best.score > 0.8
+    seen = [progress for progress in seen if progress.scores is not None]
     assert [progress.step for progress in seen] == [10, 20, 30, 40]
     assert np.nanmin(seen[-1].losses) < np.nanmin(seen[0].losses)
     for name, weight in backbone.model.state_dict().items():
@@ -161,7 +161,7 @@ def test_training_learns_and_leaves_backbone_and_parents_bit_for_bit(backbone):
     assert not any(weight.grad is not None for weight in backbone.model.parameters())
     for name, value in parts(parent).items():
         assert torch.equal(value, parent_before[name])
-    assert result.best.task.record.metrics == {"validation_accuracy": result.best.accuracy}
+    assert result.best.task.record.metrics == {"validation_accuracy": result.best.score}
     assert result.best.task.record.recipe["learning_rates"] == [result.best.setting.learning_rate]
 
 
@@ -186,7 +186,7 @@ def test_a_setting_that_diverges_is_stopped_and_named_while_the_others_go_on(bac
     together = fit(backbone, [fresh(backbone, seed=1), broken], train, validation, recipe)
     alone = fit(backbone, [fresh(backbone, seed=1)], train, validation, recipe)
     fine, stopped = together.settings
-    assert stopped.accuracy is None
+    assert stopped.score is None
     assert stopped.stopped_at == 1
     assert "diverged at step 1 and was stopped" in caplog.text
     assert_same_weights(fine.task, alone.settings[0].task, atol=1e-5)

@@ -24,6 +24,15 @@ class Check(str, enum.Enum):
     none = "none"
 
 
+class TaskKind(str, enum.Enum):
+    """What an image has."""
+
+    auto = "auto"
+    single_label = "single-label"
+    multi_label = "multi-label"
+    regression = "regression"
+
+
 # What every command that reads DATA takes.
 Source = Annotated[
     str,
@@ -37,7 +46,13 @@ Source = Annotated[
 DataDir = Annotated[Path | None, typer.Option(help="Where a named dataset lies unpacked.", show_default=False)]
 Download = Annotated[bool, typer.Option("--download", help="Fetch a named dataset into --data-dir with torchvision.")]
 ImageColumn = Annotated[str | None, typer.Option(help="A table's column of images.  [default: file or image]")]
-LabelColumn = Annotated[str, typer.Option(help="A table's column of labels.")]
+LabelColumn = Annotated[
+    str | None,
+    typer.Option(help="A table's column of labels or values; several, separated by commas.  [default: label]"),
+]
+KindOption = Annotated[
+    TaskKind, typer.Option("--kind", help="What an image has: one label, several labels, or values (regression).")
+]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the splits that have to be drawn.")]
 
 
@@ -46,7 +61,8 @@ def data(
     data_dir: DataDir = None,
     download: Download = False,
     image_column: ImageColumn = None,
-    label_column: LabelColumn = "label",
+    label_column: LabelColumn = None,
+    kind: KindOption = TaskKind.auto,
     seed: Seed = 0,
     check: Annotated[Check, typer.Option(help="Decode every image, read its header only, or neither.")] = Check.decode,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON instead of a page.")] = False,
@@ -59,11 +75,17 @@ def data(
         data_dir=data_dir,
         download=download,
         image_column=image_column,
-        label_column=label_column,
+        label_column=column_names(label_column),
+        kind=kind.value,
         seed=seed,
     )
     summary = looked_at(dataset, check.value)
     typer.echo(json.dumps(summary.as_json(), indent=2, ensure_ascii=False) if as_json else page(summary))
+
+
+def column_names(option: str | None, default: tuple[str, ...] = ("label",)) -> tuple[str, ...]:
+    """The columns that --label-column names."""
+    return default if option is None else tuple(name.strip() for name in option.split(",") if name.strip()) or default
 
 
 def looked_at(dataset: "Dataset", check: "Literal['decode', 'headers', 'none'] | None" = None) -> "Summary":
@@ -79,19 +101,21 @@ def looked_at(dataset: "Dataset", check: "Literal['decode', 'headers', 'none'] |
 
 def page(summary: "Summary") -> str:
     """The summary for a person to read."""
-    shape = f"{summary.source}: {_count(len(summary.labels), 'class', 'classes')}, {summary.kind}"
-    lines = [shape, ""]
-    for name, counts in summary.counts.items():
-        lines.append(f"  {name:12}{sum(counts.values()):8}  {summary.origin[name]}")
+    what = {"single-label": ("class", "classes"), "multi-label": ("label", "labels"), "regression": ("value", "values")}
+    shape = f"{summary.source}: {_count(len(summary.labels), *what[summary.kind])}, {summary.layout}"
+    lines = [shape, f"kind: {summary.kind} ({summary.kind_reason})", ""]
+    for name, count in summary.images.items():
+        lines.append(f"  {name:12}{count:8}  {summary.origin[name]}")
     if summary.sizes is not None:
         small, middle, large = (" × ".join(map(str, summary.sizes[k])) for k in ("smallest", "median", "largest"))
         formats = ", ".join(f"{count} {name}" for name, count in summary.formats.items())
         span = f"all {small}" if small == large else f"{small} to {large}, median {middle}"
         lines += ["", f"  pixels      {span} ({formats})"]
-    lines += ["", "  " + "class".ljust(32) + "".join(f"{name:>12}" for name in summary.counts)]
+    lines += ["", "  " + what[summary.kind][0].ljust(32) + "".join(f"{name:>12}" for name in summary.counts)]
     for label in summary.labels[:SHOWN_CLASSES]:
         shown = label if len(label) <= 30 else label[:29] + "…"
-        lines.append("  " + shown.ljust(32) + "".join(f"{counts[label]:12}" for counts in summary.counts.values()))
+        row = "  " + shown.ljust(32) + "".join(f"{counts[label]:12}" for counts in summary.counts.values())
+        lines.append(row + _range(summary.values.get(label)))
     if len(summary.labels) > SHOWN_CLASSES:
         lines.append(f"  … and {len(summary.labels) - SHOWN_CLASSES} more (--json lists all)")
     lines += [""] if summary.notes() else []
@@ -100,6 +124,12 @@ def page(summary: "Summary") -> str:
     if len(summary.bad) > SHOWN_BAD:
         lines.append(f"  … and {len(summary.bad) - SHOWN_BAD} more (--json lists all)")
     return "\n".join(lines)
+
+
+def _range(facts: "dict[str, float] | None") -> str:
+    if facts is None:
+        return ""
+    return f"   {facts['min']:.4g} to {facts['max']:.4g}, mean {facts['mean']:.4g}, std {facts['std']:.4g}"
 
 
 def _count(number: int, one: str, many: str) -> str:

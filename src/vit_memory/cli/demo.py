@@ -51,13 +51,15 @@ def demo(
 
 
 def _table(shown: "Demonstration") -> str:
-    lines = [f"{'task':24} {'right':>8} {'head only':>10} {'file':>8} {'trained in':>11}"]
+    from vit_memory.evaluation.demo_page import score_text
+
+    lines = [f"{'task':16} {'kind':13} {'score':>11} {'head only':>11} {'file':>8} {'trained in':>11}"]
     for known in shown.learned:
         name = known.question.name
         title = f"{name}, on {known.question.extends}" if known.question.extends else name
         lines.append(
-            f"{title:24} {100 * shown.accuracy[name]:6.1f} % {100 * shown.head_accuracy[name]:8.1f} %"
-            f" {known.file_bytes / 1000:5.0f} kB {known.seconds:9.0f} s"
+            f"{title:16} {known.question.kind:13} {score_text(shown.scores[name]):>11} "
+            f"{score_text(shown.head_scores[name]):>11} {known.file_bytes / 1000:5.0f} kB {known.seconds:9.0f} s"
         )
     return "\n".join(lines) + "\n"
 

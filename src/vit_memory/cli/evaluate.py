@@ -3,22 +3,35 @@
 import csv
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vit_memory.cli.data import DataDir, Download, ImageColumn, LabelColumn, Seed
+from vit_memory.cli.data import (
+    SHOWN_CLASSES,
+    DataDir,
+    Download,
+    ImageColumn,
+    KindOption,
+    LabelColumn,
+    Seed,
+    TaskKind,
+    column_names,
+)
 
 if TYPE_CHECKING:
     from vit_memory.evaluation.answering import Answered
-    from vit_memory.evaluation.metrics import Scores
+    from vit_memory.evaluation.metrics import AnyScores, MultiLabelScores, RegressionScores, Scores
+    from vit_memory.task import Task
 
 Sources = Annotated[list[Path], typer.Argument(metavar="TASK|BUNDLE…", help="Task files or bundle folders.")]
 BackboneOption = Annotated[str | None, typer.Option(help="Another source for the backbone than the tasks name.")]
 Tasks = Annotated[list[str] | None, typer.Option("--task", help="Only this task; may be given again.")]
 Batch = Annotated[int, typer.Option(min=1, help="Images per pass.")]
 Workers = Annotated[int | None, typer.Option(min=0, help="Processes that load images.  [default: cores]")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads that compute.  [default: cores]")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, mps.")]
 
 
@@ -31,63 +44,141 @@ def evaluate(
     batch: Batch = 64,
     workers: Workers = None,
     device: Device = "cpu",
+    threads: Threads = None,
+    on_bad_image: Annotated[str, typer.Option(help="fail or skip.")] = "fail",
     seed: Seed = 0,
     data_dir: DataDir = None,
     download: Download = False,
     image_column: ImageColumn = None,
-    label_column: LabelColumn = "label",
+    label_column: LabelColumn = None,
+    kind: KindOption = TaskKind.auto,
     as_json: Annotated[bool, typer.Option("--json", help="All numbers as JSON, confusion matrices included.")] = False,
 ) -> None:
-    """Score tasks on labelled images, all of them in one pass: top-1 with its interval, per class, calibration."""
-    from vit_memory.data.loading import default_workers
+    """Score tasks on labelled images, all of them in one pass.
+
+    Single-label: accuracy with its interval, per class, calibration. Multi-label: mAP, F1, precision and recall.
+    Regression: MAE, RMSE and R². The columns and the kind are those the task was trained with, unless told otherwise.
+    """
+    if on_bad_image not in ("fail", "skip"):
+        raise typer.BadParameter(f"{on_bad_image}: expected fail, skip.", param_hint="--on-bad-image")
+    from vit_memory.data.loading import BadImages, default_workers
     from vit_memory.data.sources import open_data
     from vit_memory.evaluation.answering import evaluate as run
     from vit_memory.evaluation.answering import open_model
 
+    model = open_model(sources, backbone, device)
+    chosen = [model.tasks[name] for name in task or model.tasks]
+    kinds = {one.kind for one in chosen}
     dataset = open_data(
         data,
         data_dir=data_dir,
         download=download,
         image_column=image_column,
-        label_column=label_column,
+        label_column=column_names(label_column, _trained_columns(chosen)),
+        kind=kinds.pop() if kind is TaskKind.auto and len(kinds) == 1 else kind.value,
+        labels=chosen[0].labels if len(chosen) == 1 and chosen[0].kind == "multi-label" else None,
         seed=seed,
     )
     if split not in dataset.splits:
         raise typer.BadParameter(f"{split}: {data} has {', '.join(dataset.splits)}.", param_hint="--split")
-    model = open_model(sources, backbone, device)
-    names = task or [name for name in model.tasks if set(model.tasks[name].labels) == set(dataset.labels)]
+    fitting = [one.name for one in chosen if one.kind == dataset.kind and set(one.labels) >= set(dataset.labels)]
+    bad = BadImages()
     scores = run(
         model,
         dataset.splits[split],
         dataset.labels,
-        names or list(model.tasks),
+        fitting if fitting and not task else [one.name for one in chosen],
         batch=batch,
         workers=default_workers() if workers is None else workers,
+        threads=threads,
+        on_bad_image=on_bad_image,  # type: ignore[arg-type]
+        bad=bad,
     )
+    images = len(dataset.splits[split]) - len(bad)
     if as_json:
-        told = {"data": data, "split": split, "tasks": {name: found.as_json() for name, found in scores.items()}}
-        typer.echo(json.dumps(told, indent=2, ensure_ascii=False))
+        skipped = [{"image": name, "reason": reason} for name, reason in bad.reasons.items()]
+        results = {name: found.as_json() for name, found in scores.items()}
+        record = {"data": data, "split": split, "images": images, "skipped": skipped, "tasks": results}
+        typer.echo(json.dumps(record, indent=2, ensure_ascii=False))
         return
-    typer.echo(f"{data}, {split}: {len(dataset.splits[split])} images\n")
+    skipped_text = f", {len(bad)} bad ones left out" if bad else ""
+    typer.echo(f"{data}, {split}: {images} images{skipped_text}\n")
     typer.echo("\n\n".join(page(name, found) for name, found in scores.items()))
 
 
-def page(name: str, found: "Scores") -> str:
+def _trained_columns(tasks: "Sequence[Task]") -> tuple[str, ...]:
+    """The columns of labels that the tasks were trained with, where they agree."""
+    known = {tuple(one.record.recipe.get("data", {}).get("columns", ("label",))) for one in tasks}
+    return known.pop() if len(known) == 1 else ("label",)
+
+
+def page(name: str, found: "AnyScores") -> str:
     """One task's scores for a person to read."""
+    from vit_memory.evaluation.metrics import MultiLabelScores, RegressionScores
+
+    if isinstance(found, MultiLabelScores):
+        return _labels_page(name, found)
+    if isinstance(found, RegressionScores):
+        return _values_page(name, found)
+    return _classes_page(name, found)
+
+
+def _classes_page(name: str, found: "Scores") -> str:
     low, high = (100 * end for end in found.interval)
-    lines = [f"{name}: {100 * found.top1:.1f} % right (95 % interval {low:.1f} to {high:.1f})"]
+    lines = [f"{name}: accuracy {100 * found.top1:.1f} % (95 % interval {low:.1f} to {high:.1f})"]
     if found.top5 is not None:
-        lines.append(f"  among the first five   {100 * found.top5:.1f} %")
+        lines.append(f"  top-5 accuracy         {100 * found.top5:.1f} %")
+    lines.append(f"  balanced accuracy      {100 * found.balanced_accuracy:.1f} %")
+    lines.append(f"  macro F1               {found.macro_f1:.3f}")
     lines.append(f"  calibration error      {100 * found.calibration_error:.1f} points")
     hardest = sorted(
         ((row["recall"], label) for label, row in found.per_class().items() if row["recall"] is not None),
     )[:3]
     lines.append(
-        "  hardest                " + ", ".join(f"{label} ({100 * recall:.0f} %)" for recall, label in hardest)
+        "  lowest recall          " + ", ".join(f"{label} ({100 * recall:.0f} %)" for recall, label in hardest)
     )
-    taken = ", ".join(f"{shown} for {said} ({times})" for shown, said, times in found.mistakes(3))
-    if taken:
-        lines.append(f"  taken for another      {taken}")
+    confused = ", ".join(f"{shown} as {answered} ({times})" for shown, answered, times in found.mistakes(3))
+    if confused:
+        lines.append(f"  most confused          {confused}")
+    return "\n".join(lines)
+
+
+def _labels_page(name: str, found: "MultiLabelScores") -> str:
+    low, high = found.interval
+    lines = [f"{name}: mAP {found.mean_average_precision:.3f} (95 % interval {low:.3f} to {high:.3f})"]
+    lines.append(f"  F1, over all labels    {found.micro_f1:.3f}")
+    lines.append(f"  F1, mean over labels   {found.macro_f1:.3f}")
+    if found.subset_accuracy is not None:
+        lines.append(f"  every label right      {100 * found.subset_accuracy:.1f} % of the images")
+    columns = ("images", "average_precision", "precision", "recall", "f1")
+    lines.append(
+        "  " + "label".ljust(28) + "".join(f"{title:>10}" for title in ("images", "AP", "precision", "recall", "F1"))
+    )
+    known = sorted(found.per_label.items(), key=lambda item: -item[1].images)
+    for label, one in known[:SHOWN_CLASSES]:
+        cells = [getattr(one, column) for column in columns]
+        text = "".join(
+            f"{'-' if cell is None else format(cell, 'd' if isinstance(cell, int) else '.3f'):>10}" for cell in cells
+        )
+        lines.append(f"  {label[:27]:28}{text}")
+    if len(known) > SHOWN_CLASSES:
+        lines.append(f"  … and {len(known) - SHOWN_CLASSES} more (--json lists all)")
+    return "\n".join(lines)
+
+
+def _values_page(name: str, found: "RegressionScores") -> str:
+    lines = [f"{name}: R² {found.r2:.3f}"]
+    for label, one in found.per_value.items():
+        figures = (
+            ("R²", one.r2, one.r2_interval),
+            ("MAE", one.mae, one.mae_interval),
+            ("RMSE", one.rmse, one.rmse_interval),
+        )
+        lines.append(f"  {label}, {one.images} images")
+        lines += [
+            f"    {title:6}{value:10.4g}  (95 % interval {low:.4g} to {high:.4g})"
+            for title, value, (low, high) in figures
+        ]
     return "\n".join(lines)
 
 
@@ -99,6 +190,7 @@ def predict(
     form: Annotated[str, typer.Option("--format", help="table, csv or jsonl.")] = "table",
     batch: Batch = 64,
     workers: Workers = None,
+    threads: Threads = None,
     device: Device = "cpu",
 ) -> None:
     """Print what every task says of every image, as it goes; a bad image gets its reason. Exit 1 if all are bad."""
@@ -116,14 +208,15 @@ def predict(
     workers = default_workers() if workers is None else workers
     one = len(images) == 1 and images[0].is_file()
     writer = csv.writer(sys.stdout, lineterminator="\n")
+    tasks = [model.tasks[name] for name in names]
     if form == "csv":
-        writer.writerow(["image", *(f"{name}{end}" for name in names for end in ("", " confidence")), "error"])
+        writer.writerow(["image", *(title for one in tasks for title in _csv_titles(one)), "error"])
     good = False
-    for answered in run(model, image_files(images), names, batch=batch, workers=0 if one else workers):
+    found = run(model, image_files(images), names, batch=batch, workers=0 if one else workers, threads=threads)
+    for answered in found:
         good |= answered.error is None
         if form == "csv":
-            said = [answered.answers.get(name) for name in names]
-            cells = [cell for a in said for cell in ((a.label, f"{a.confidence:.4f}") if a else ("", ""))]
+            cells = [cell for one in tasks for cell in _csv_cells(one, answered)]
             writer.writerow([answered.path, *cells, answered.error or ""])
         else:
             typer.echo(_json_line(answered) if form == "jsonl" else _text_line(answered))
@@ -131,8 +224,28 @@ def predict(
         raise typer.Exit(1)
 
 
+def _csv_titles(task: "Task") -> list[str]:
+    if task.kind == "regression":
+        return [f"{task.name} {label}" for label in task.labels]
+    return [task.name, f"{task.name} {'confidence' if task.kind == 'single-label' else 'probabilities'}"]
+
+
+def _csv_cells(task: "Task", answered: "Answered") -> list[str]:
+    """A label and its confidence; the labels present and their probabilities, separated by semicolons; or values."""
+    prediction = answered.answers.get(task.name)
+    if prediction is None:
+        return [""] * len(_csv_titles(task))
+    values = prediction.as_json()
+    if "values" in values:
+        return [f"{value:.7g}" for value in values["values"].values()]
+    if "labels" in values:
+        present = values["labels"]
+        return [";".join(p["label"] for p in present), ";".join(f"{p['probability']:.4f}" for p in present)]
+    return [values["label"], f"{values['confidence']:.4f}"]
+
+
 def _json_line(answered: "Answered") -> str:
-    said = {name: {"label": a.label, "confidence": round(a.confidence, 6)} for name, a in answered.answers.items()}
+    said = {name: prediction.as_json() for name, prediction in answered.answers.items()}
     told = {"image": answered.path, "tasks": said} | ({"error": answered.error} if answered.error else {})
     return json.dumps(told, ensure_ascii=False)
 
@@ -140,5 +253,5 @@ def _json_line(answered: "Answered") -> str:
 def _text_line(answered: "Answered") -> str:
     if answered.error:
         return f"{answered.path}  error: {answered.error}"
-    said = "  ".join(f"{name}: {a.label} ({100 * a.confidence:.0f} %)" for name, a in answered.answers.items())
+    said = "  ".join(f"{name}: {prediction.text()}" for name, prediction in answered.answers.items())
     return f"{answered.path}  {said}"

@@ -22,7 +22,7 @@ class Meter:
         self.stage = ""
         self.began = (0.0, 0)
         self.drawn = 0.0
-        self.accuracy: float | None = None
+        self.score: float | None = None
 
     def __call__(self, progress: "Progress") -> None:
         """Show it, if it is time to."""
@@ -30,10 +30,10 @@ class Meter:
         if progress.stage != self.stage:
             self._end()
             self.stage, self.began = progress.stage, (now, progress.step)
-        looked = progress.accuracies is not None
+        looked = progress.scores is not None
         if looked:
-            living = [a for a in progress.accuracies or () if a == a]  # noqa: PLR0124 - NaN is not itself
-            self.accuracy = max(living) if living else None
+            living = [a for a in progress.scores or () if a == a]  # noqa: PLR0124 - NaN is not itself
+            self.score = max(living) if living else None
         last = progress.step == progress.steps
         if self.live and (last or now - self.drawn > _REDRAW_S):
             sys.stderr.write(f"\r\x1b[K{self._line(progress, now)}")
@@ -57,13 +57,18 @@ class Meter:
             return f"storing views {progress.step} of {progress.steps}{rate}"
         losses = [loss for loss in progress.losses if loss == loss]  # noqa: PLR0124 - NaN
         loss = f"  loss {min(losses):.3f}" if losses else ""
-        best = "" if self.accuracy is None else f"  validation {100 * self.accuracy:.1f} %"
+        best = "" if self.score is None else f"  validation {progress.metric} {score_text(progress.metric, self.score)}"
         return f"step {progress.step} of {progress.steps}{loss}{best}{rate}"
 
     def _end(self) -> None:
         if self.live and self.stage:
             sys.stderr.write("\n")
         self.stage = ""
+
+
+def score_text(metric: str, score: float) -> str:
+    """A validation score for a person: accuracies in per cent, mAP and R² as they are."""
+    return f"{100 * score:.1f} %" if metric.endswith("accuracy") else f"{score:.3f}"
 
 
 def duration(seconds: float) -> str:

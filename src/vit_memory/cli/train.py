@@ -1,14 +1,27 @@
 """vit-memory train: a task from a folder of images."""
 
 import logging
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vit_memory.cli.data import DataDir, Download, ImageColumn, LabelColumn, Source, looked_at, page
-from vit_memory.cli.progress import Meter, stopping
+from vit_memory.cli.data import (
+    DataDir,
+    Download,
+    ImageColumn,
+    KindOption,
+    LabelColumn,
+    Source,
+    TaskKind,
+    column_names,
+    looked_at,
+    page,
+)
+from vit_memory.cli.progress import Meter, score_text, stopping
 
 if TYPE_CHECKING:
     import torch
@@ -54,24 +67,35 @@ def train(
     weight_decay: Annotated[str, typer.Option(help="Weight decay, or several.", callback=Numbers)] = "0",
     start: Annotated[str, typer.Option(help="Class token from: original, normal, or both.")] = "original",
     seeds: Annotated[str, typer.Option(help="Seeds of what tasks start from: 0, or several.", callback=Counts)] = "0",
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 300,
-    batch: Annotated[int, typer.Option(min=1, help="Images per step.")] = 64,
+    recipe: Annotated[
+        str, typer.Option(help="What the options below start from: default, or paper (20 000 steps of 512 new views).")
+    ] = "default",
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.  [default: 300]")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Images per step.  [default: 64]")] = None,
     optimiser: Annotated[str, typer.Option(help="sgd or adamw.")] = "sgd",
-    augment: Annotated[str, typer.Option(help="inception, pad-crop or none.")] = "inception",
+    augment: Annotated[str, typer.Option(help="inception, randaugment, pad-crop or none.")] = "inception",
     flip: Annotated[bool, typer.Option(help="Mirror half of the views; not for digits or letters.")] = True,
     label_smoothing: Annotated[float, typer.Option(min=0, max=0.99)] = 0.0,
-    views: Annotated[int, typer.Option(min=0, help="Fixed views of every image, in turn; 0: new ones always.")] = 8,
+    balance: Annotated[
+        bool, typer.Option("--balance", help="Weigh rare classes and labels as much as frequent ones.")
+    ] = False,
+    views: Annotated[
+        int | None, typer.Option(min=0, help="Fixed views of every image, in turn; 0: new ones always.  [default: 8]")
+    ] = None,
     cache: Annotated[str, typer.Option(help="Keep what the backbone saw: auto, ram, disk or off.")] = "auto",
     cache_dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
     cache_dir: Annotated[Path | None, typer.Option(help="Where --cache disk keeps it.  [default: user cache]")] = None,
     patience: Annotated[
-        int | None, typer.Option(min=1, help="End after so many looks without a better accuracy.")
+        int | None, typer.Option(min=1, help="End after so many evaluations without a better validation score.")
     ] = None,
     image_size: Annotated[int | None, typer.Option(min=1, help="Another size than the backbone's own.")] = None,
     per_class: Annotated[int | None, typer.Option(min=1, help="At most so many training images of a class.")] = None,
-    evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between looks at the validation images.")] = 50,
+    evaluate_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between evaluations on the validation images.  [default: 50]")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of splits, order and augmentation.")] = 0,
     workers: Annotated[int | None, typer.Option(min=0, help="Processes that load images.  [default: cores]")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute.  [default: cores]")] = None,
     on_bad_image: Annotated[str, typer.Option(help="fail or skip.")] = "fail",
     device: Annotated[str, typer.Option(help="cpu, cuda, mps.")] = "cpu",
     precision: Annotated[
@@ -81,18 +105,20 @@ def train(
     data_dir: DataDir = None,
     download: Download = False,
     image_column: ImageColumn = None,
-    label_column: LabelColumn = "label",
+    label_column: LabelColumn = None,
+    kind: KindOption = TaskKind.auto,
 ) -> None:
     """Train a task on DATA and write it, with its log and checkpoint, to a folder.
 
     Every combination of --regime, --memory, --lr, --weight-decay, --start and --seeds is trained at once, for little
-    more than the price of one; the best by validation accuracy becomes the task file.
+    more than the price of one; the best by validation score (accuracy, mAP or R²) becomes the task file.
     """
     for option, value, allowed in (
         ("--regime", regime, REGIMES),
         ("--start", start, ("original", "normal")),
         ("--optimiser", optimiser, ("sgd", "adamw")),
-        ("--augment", augment, ("inception", "pad-crop", "none")),
+        ("--augment", augment, ("inception", "randaugment", "pad-crop", "none")),
+        ("--recipe", recipe, ("default", "paper")),
         ("--on-bad-image", on_bad_image, ("fail", "skip")),
         ("--cache", cache, ("auto", "ram", "disk", "off")),
         ("--cache-dtype", cache_dtype, ("float16", "bfloat16", "float32")),
@@ -116,19 +142,22 @@ def train(
 
     check_name(name)
     rates = AUTO_RATES[optimiser] if lr == "auto" else tuple(map(float, Numbers(lr).split(",")))
-    recipe = Recipe(
-        steps=steps,
-        batch=batch,
+    given: dict[str, Any] = {"steps": steps, "batch": batch, "evaluate_every": evaluate_every}
+    given = {option: value for option, value in given.items() if value is not None}
+    if views is not None:
+        given["views"] = views or None
+    followed = replace(
+        Recipe.paper() if recipe == "paper" else Recipe(),
         optimiser=optimiser,  # type: ignore[arg-type]
         learning_rates=rates,
         weight_decays=tuple(map(float, weight_decay.split(","))),
         label_smoothing=label_smoothing,
+        balance=balance,
         augment=augment,  # type: ignore[arg-type]
         flip=flip,
-        views=views or None,
-        evaluate_every=evaluate_every,
         patience=patience,
         seed=seed,
+        **given,
     )
     grid = Grid(
         regimes=tuple(regime.split(",")),  # type: ignore[arg-type]
@@ -141,7 +170,8 @@ def train(
         data_dir=data_dir,
         download=download,
         image_column=image_column,
-        label_column=label_column,
+        label_column=column_names(label_column),
+        kind=kind.value,
         seed=seed,
     )
     summary = looked_at(dataset)
@@ -165,13 +195,14 @@ def train(
                 dataset,
                 name,
                 grid,
-                recipe,
+                followed,
                 parents=read_with_parents(paths),
                 direct_parents=[read_task(path).name for path in paths],
                 image_size=image_size,
                 per_class=per_class,
                 cache=Cache(cache, cache_dtype, cache_dir),  # type: ignore[arg-type]
                 workers=default_workers() if workers is None else workers,
+                threads=threads,
                 on_bad_image=on_bad_image,  # type: ignore[arg-type]
                 resume=resume,
                 report=Meter() if crew.first else None,
@@ -208,8 +239,9 @@ def _told(*, quiet: bool) -> logging.Handler:
 
 def table(result: "FitResult") -> str:
     """Every setting, best first."""
-    lines = [f"{'setting':44} {'numbers':>9} {'validation':>11}"]
-    for r in sorted(result.settings, key=lambda r: -1.0 if r.accuracy is None else r.accuracy, reverse=True):
-        said = f"diverged at {r.stopped_at}" if r.accuracy is None else f"{100 * r.accuracy:.1f} %"
-        lines.append(f"{r.setting.name:44} {r.task.parameters:9} {said:>11}")
+    metric = f"validation {result.metric}"
+    lines = [f"{'setting':44} {'parameters':>10} {metric:>22}"]
+    for r in sorted(result.settings, key=lambda r: -math.inf if r.score is None else r.score, reverse=True):
+        score = f"diverged at {r.stopped_at}" if r.score is None else score_text(result.metric, r.score)
+        lines.append(f"{r.setting.name:44} {r.task.parameters:10} {score:>22}")
     return "\n".join(lines)

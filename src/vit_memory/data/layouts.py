@@ -14,6 +14,7 @@ import numpy as np
 
 from vit_memory.data.decoding import EXTENSIONS
 from vit_memory.data.images import ImageArray, ImageFiles, ImageRows, Images
+from vit_memory.data.targets import Cells
 from vit_memory.errors import DataError
 
 PARTS = {
@@ -24,7 +25,9 @@ PARTS = {
 LAYOUTS = """Understood are:
   a folder of class folders:          DATA/cats/1.jpg, DATA/dogs/2.jpg
   such folders under split names:     DATA/train/cats/1.jpg, DATA/val/…, DATA/test/…
-  a table, .csv or .jsonl:            columns file and label (and split, if you like); paths relative to the table
+  a table, .csv or .jsonl:            columns file and label (and split, if you like); paths relative to the table;
+                                      several labels in one cell (red;round), a column of 0 and 1 per label, or
+                                      columns of numbers: --label-column, --kind
   an .npz pack:                       x_train, y_train, x_test, y_test, classes
   a folder of IDX files:              train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-… (.gz or not)
   .parquet, a file or a folder:       columns image and label
@@ -38,25 +41,35 @@ class Part:
     """What a reader found under one split name."""
 
     images: Images
-    labels: Sequence[str]  # a name for each image
+    labels: Sequence[Any]  # per image what the source says: a label, a list of labels, a number, a tuple of columns
+    rows: Sequence[str] | None = None  # how messages call each row of a table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
     """What a reader found."""
 
-    kind: str
+    layout: str
     parts: Mapping[str, Part]  # by "train", "validation", "test"; "all" where nothing says
     classes: Sequence[str] | None = None  # their order, where the source knows one
     ignored: Sequence[str] = ()  # files that are no images by their names
+    columns: tuple[str, ...] = ("label",)  # what the labels are called
+
+    def cells(self) -> dict[str, Cells]:
+        """What every part that holds images says of them."""
+        return {name: Cells(part.labels, part.rows) for name, part in self.parts.items() if len(part.labels)}
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which columns of a table hold the images and the labels."""
+    """Which columns of a table hold the images and what they show."""
 
     image: str | None = None
-    label: str = "label"
+    labels: tuple[str, ...] = ("label",)
+
+    def cell(self, row: Mapping[str, Any]) -> Any:
+        """What a row says of its image: one cell, or several."""
+        return row.get(self.labels[0]) if len(self.labels) == 1 else tuple(row.get(name) for name in self.labels)
 
 
 def read_folder(folder: Path) -> Found:
@@ -108,31 +121,33 @@ def read_table(path: Path, columns: Columns) -> Found:
     rows = list(_json_rows(path) if path.suffix.lower() == ".jsonl" else _csv_rows(path))
     file_column = columns.image or "file"
     faults: list[str] = []
-    gathered: dict[str, tuple[list[str], list[str]]] = {}
+    gathered: dict[str, tuple[list[str], list[Any], list[str]]] = {}
+    has = dict.fromkeys(str(name) for _, row in rows for name in row if name is not None)
+    absent = [name for name in columns.labels if name not in has]
     for line, row in rows:
-        file, label = str(row.get(file_column) or "").strip(), row.get(columns.label)
+        file = str(row.get(file_column) or "").strip()
         told = str(row.get("split") or "all").strip().lower()
         part = "all" if told == "all" else PARTS.get(told)
-        label = "" if label is None else str(label).strip()
-        if not file or not label:
-            missing = [name for name, value in ((file_column, file), (columns.label, label)) if not value]
+        missing = ([] if file else [file_column]) + absent
+        if missing:
             faults.append(f"line {line}: no {' and no '.join(missing)}")
         elif part is None:
             faults.append(f"line {line}: split is {told!r}; expected train, val or test")
         else:
-            paths, labels = gathered.setdefault(part, ([], []))
+            paths, labels, lines = gathered.setdefault(part, ([], [], []))
             paths.append(str(path.parent / file))
-            labels.append(label)
+            labels.append(columns.cell(row))
+            lines.append(f"line {line}")
     if faults:
-        has = ", ".join(map(str, rows[0][1])) if rows else "nothing"
         raise DataError(
             f"{path}: {len(faults)} rows cannot be used. {'; '.join(faults[:5])}{' …' if len(faults) > 5 else ''}. "
-            f"The columns are {has}; others than file and label are named by --image-column and --label-column."
+            f"The columns are {', '.join(has) or 'none'}; others than file and label are named by --image-column and "
+            f"--label-column."
         )
     if "all" in gathered and len(gathered) > 1:
         raise DataError(f"{path}: {len(gathered['all'][0])} rows name no split and others do. Name one for every row.")
-    parts = {name: Part(ImageFiles(tuple(paths)), labels) for name, (paths, labels) in gathered.items()}
-    return Found(path.suffix.lower().removeprefix("."), parts)
+    parts = {name: Part(ImageFiles(tuple(paths)), *rest) for name, (paths, *rest) in gathered.items()}
+    return Found(path.suffix.lower().removeprefix("."), parts, columns=columns.labels)
 
 
 def _csv_rows(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
@@ -172,18 +187,35 @@ def read_npz(path: Path, columns: Columns) -> Found:
         held = ", ".join(arrays) or "nothing"
         raise DataError(f"{path}: holds {held}; expected x_train, y_train, and if you like x_test, y_test, classes.")
     parts = {}
+    widths: set[int] = set()
     names = None if "classes" not in arrays else [str(name) for name in arrays["classes"].tolist()]
     for suffix, name in (("train", "train"), ("val", "validation"), ("test", "test")):
         if f"x_{suffix}" in arrays:
             x, y = arrays[f"x_{suffix}"], arrays.get(f"y_{suffix}")
-            if y is None or y.shape[:1] != x.shape[:1] or y.size != len(x):
+            if y is None or y.shape[:1] != x.shape[:1] or y.ndim > 2:
                 shapes = f"x_{suffix} is {x.shape}, y_{suffix} is {None if y is None else y.shape}"
-                raise DataError(f"{path}: {shapes}; expected one label per image.")
-            where = f"{path}:x_{suffix}"
-            parts[name] = Part(ImageArray.whole(where, x), _named(y.reshape(-1), names, f"{path}: y_{suffix}"))
+                raise DataError(f"{path}: {shapes}; expected a label, or a row of labels or values, per image.")
+            widths.add(1 if y.ndim == 1 else y.shape[1])
+            where, told = f"{path}:x_{suffix}", f"{path}: y_{suffix}"
+            flat = y.reshape(-1) if y.size == len(x) else None
+            if flat is None:
+                labels: list[Any] = [tuple(row) for row in y.tolist()]
+            else:
+                labels = flat.tolist() if flat.dtype.kind == "f" else _named(flat, names, told)
+            parts[name] = Part(ImageArray.whole(where, x), labels)
+    if len(widths) > 1:
+        raise DataError(f"{path}: the y arrays have {sorted(widths)} columns; expected as many in each.")
+    width = widths.pop() if widths else 1
+    columns_of_y = ("label",) if width == 1 else tuple(names or map(str, range(width)))
+    if len(columns_of_y) != width:
+        raise DataError(f"{path}: y_train has {width} columns, but classes names {len(columns_of_y)}.")
     if set(parts) == {"train"}:
         parts = {"all": parts["train"]}
-    return Found("npz", parts, names)
+    return Found("npz", parts, names if width == 1 and parts and not _floats(parts) else None, columns=columns_of_y)
+
+
+def _floats(parts: Mapping[str, Part]) -> bool:
+    return any(isinstance(label, float) for part in parts.values() for label in part.labels)
 
 
 def read_idx(folder: Path) -> Found:
@@ -248,22 +280,27 @@ def read_parquet(path: Path, columns: Columns) -> Found:
         except Exception as error:  # pyarrow has its own tree of errors
             raise DataError(f"{path}: {', '.join(f.name for f in files)} cannot be read ({error}).") from error
         image = columns.image or "image"
-        for column in (image, columns.label):
+        for column in (image, *columns.labels):
             if column not in table.column_names:
                 raise DataError(
                     f"{files[0]}: no column {column!r} among {', '.join(table.column_names)}. "
                     f"Name the right ones with --image-column and --label-column."
                 )
         told = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
-        feature = told.get("info", {}).get("features", {}).get(columns.label, {})
-        classes = feature.get("names") or classes
+        features = told.get("info", {}).get("features", {})
         source = str(path if len(files) > 1 else files[0])
-        values = table.column(columns.label).to_pylist()
+        if len(columns.labels) == 1:
+            feature = features.get(columns.labels[0], {})
+            # A list of classes is written as [feature] or as {"feature": feature, "_type": "Sequence" or "List"}.
+            inner = feature[0] if isinstance(feature, list) else feature.get("feature", feature)
+            classes = inner.get("names") or classes
+        values = table.select(list(columns.labels)).to_pylist()
         pixels = ImageRows(
             source, table.column(image), np.arange(table.num_rows), path if path.is_dir() else path.parent
         )
-        parts[name] = Part(pixels, _named(values, classes, f"{source}: {columns.label}"))
-    return Found("parquet", parts, classes)
+        labels = [columns.cell(row) for row in values]
+        parts[name] = Part(pixels, _named(labels, classes, f"{source}: {', '.join(columns.labels)}"))
+    return Found("parquet", parts, classes, columns=columns.labels)
 
 
 def read_hub(asked: str, columns: Columns) -> Found:
@@ -285,14 +322,18 @@ def read_hub(asked: str, columns: Columns) -> Found:
         if part is None:
             continue
         image = columns.image or next((n for n, f in table.features.items() if isinstance(f, datasets.Image)), "image")
-        if image not in table.features or columns.label not in table.features:
+        absent = [name for name in (image, *columns.labels) if name not in table.features]
+        if absent:
             raise DataError(
-                f"hf:{asked}: no columns {image!r} and {columns.label!r} among {', '.join(table.features)}. "
+                f"hf:{asked}: no column {', '.join(map(repr, absent))} among {', '.join(table.features)}. "
                 f"Name the right ones with --image-column and --label-column."
             )
-        feature = table.features[columns.label]
-        classes = getattr(feature, "names", None) or classes
-        values = list(table[columns.label])
+        if len(columns.labels) == 1:
+            feature = table.features[columns.labels[0]]
+            classes = getattr(getattr(feature, "feature", feature), "names", None) or classes
+            values = list(table[columns.labels[0]])
+        else:
+            values = list(zip(*(table[name] for name in columns.labels), strict=True))
         if all(value in (None, -1) for value in values):  # a test split whose labels are kept secret
             continue
         labels = _named(values, classes, f"hf:{asked} {key}")
@@ -300,7 +341,7 @@ def read_hub(asked: str, columns: Columns) -> Found:
         parts[part] = Part(ImageRows(f"hf:{asked} {key}", column, np.arange(len(labels))), labels)
     if set(parts) == {"train"}:
         parts = {"all": parts["train"]}
-    return Found("hf", parts, classes)
+    return Found("hf", parts, classes, columns=columns.labels)
 
 
 def read_digits() -> Found:
@@ -314,17 +355,23 @@ def read_digits() -> Found:
     return Found("digits", {"all": Part(ImageArray.whole("digits", pixels), [str(n) for n in digits.target])})
 
 
-def _named(values: Any, classes: Sequence[str] | None, where: str) -> list[str]:
-    """Labels as names: numbers are looked up in the class list where there is one."""
-    values = values.tolist() if isinstance(values, np.ndarray) else list(values)
+def _named(values: Any, classes: Sequence[str] | None, where: str) -> list[Any]:
+    """Numbers looked up in the class list, where there is one; also those inside lists."""
+    given: list[Any] = values.tolist() if isinstance(values, np.ndarray) else list(values)
     if classes is None:
-        missing = sum(value is None for value in values)
-        if missing:
-            raise DataError(f"{where}: {missing} of {len(values)} rows hold no label.")
-        return [str(value) for value in values]
-    out = [
-        value for value in values if not (isinstance(value, int) and 0 <= value < len(classes)) and value not in classes
-    ]
-    if out:
-        raise DataError(f"{where}: label {out[0]!r} is none of the {len(classes)} classes.")
-    return [classes[value] if isinstance(value, int) else value for value in values]
+        return given
+
+    def named(value: Any) -> Any:
+        return [named(one) for one in value] if isinstance(value, list) else _class_name(value, classes, where)
+
+    return [named(value) for value in given]
+
+
+def _class_name(value: Any, classes: Sequence[str], where: str) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, int) and 0 <= value < len(classes):
+        return classes[value]
+    if value not in classes:
+        raise DataError(f"{where}: label {value!r} is none of the {len(classes)} classes.")
+    return str(value)

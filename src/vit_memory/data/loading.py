@@ -31,7 +31,7 @@ class Batch:
     """Some images of a split, ready for the backbone."""
 
     images: Tensor  # (B, 3, height, width) float32, normalised
-    labels: Tensor  # (B,) int64
+    targets: Tensor  # (B,) int64 class numbers, or (B, C) labels or values
     indices: Tensor  # (B,) int64, their places in the split
 
 
@@ -77,7 +77,7 @@ class Loader:
         """Batches in that order of places in the split; `view` and `seed` choose the augmentation of every image."""
         places = list(range(len(self.split))) if order is None else [int(i) for i in order]
         groups = [(view, places[i : i + self.batch_size]) for i in range(0, len(places), self.batch_size)]
-        return (batch for batch in self.planned(groups, seed) if len(batch.labels))
+        return (batch for batch in self.planned(groups, seed) if len(batch.indices))
 
     def planned(self, groups: Sequence[tuple[int, Sequence[int]]], seed: int = 0) -> Iterator[Batch]:
         """One batch per group of places, each group with the view its images are seen in; empty if all are bad.
@@ -106,8 +106,8 @@ class Loader:
             for name, reason in bad:
                 self.bad.add(name, reason)
             good += len(indices)
-            labels = torch.from_numpy(self.split.labels)[indices]
-            yield Batch(self.transform.normalised(images), labels, indices)
+            targets = torch.from_numpy(self.split.targets)[indices]
+            yield Batch(self.transform.normalised(images), targets, indices)
         if groups and not good:
             name, reason = next(iter(self.bad.reasons.items()))
             raise DataError(f"not one image can be used; the first, {name}: {reason}")

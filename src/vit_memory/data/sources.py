@@ -4,7 +4,7 @@ Readers (`layouts`, `named`) turn one layout each into named parts; what all sha
 splits that have to be drawn, is settled once, here.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,21 @@ from vit_memory.data.layouts import (
 )
 from vit_memory.data.named import NAMED, open_named
 from vit_memory.data.splits import SHARE, Split, draw
+from vit_memory.data.targets import KindOption, read_targets
 from vit_memory.errors import DataError
+from vit_memory.task import Kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """Images with labels, in splits that do not overlap by draw. The test split chooses nothing."""
+    """Images with what they show, in splits that do not overlap by draw. The test split chooses nothing."""
 
     source: str
-    kind: str
+    layout: str
+    kind: Kind
+    kind_reason: str  # how the kind was decided, for people
     labels: tuple[str, ...]
+    columns: tuple[str, ...]  # of a table, those that say what images show
     train: Split
     validation: Split
     test: Split | None
@@ -50,7 +55,9 @@ class Dataset:
         """What a task remembers of the data it was trained on."""
         return {
             "source": self.source,
+            "layout": self.layout,
             "kind": self.kind,
+            "columns": list(self.columns),
             "seed": self.seed,
             "splits": {
                 name: {"images": len(split), "origin": self.origin[name], "digest": split.digest()}
@@ -65,7 +72,9 @@ def open_data(
     data_dir: str | Path | None = None,
     download: bool = False,
     image_column: str | None = None,
-    label_column: str = "label",
+    label_column: str | Sequence[str] = "label",
+    kind: KindOption = "auto",
+    labels: Sequence[str] | None = None,
     seed: int = 0,
 ) -> Dataset:
     """Open a source of labelled images and settle its splits.
@@ -74,14 +83,18 @@ def open_data(
     Official splits are kept. Where there is no test split, a fifth of every class is drawn by content and `seed`;
     where there is no validation split, a fifth of the training images is.
 
+    `label_column` names the column of a table that says what an image shows, or several. `kind` says what it means:
+    one label, several labels (`red;round` in one cell, a list, or a column of 0 and 1 per label), or numbers; `auto`
+    decides by the cells. `labels` are those of a task that is to be scored, and the only ones allowed then.
+
     >>> open_data("digits").labels
     ('0', '1', '2', '3', '4', '5', '6', '7', '8', '9')
     """
-    columns = Columns(image_column, label_column)
+    columns = Columns(image_column, (label_column,) if isinstance(label_column, str) else tuple(label_column))
     found = _find(str(source), columns, None if data_dir is None else Path(data_dir), download)
     if not any(len(part.labels) for part in found.parts.values()):
         raise DataError(f"{source}: no images in it. {LAYOUTS}")
-    return _settle(str(source), found, seed)
+    return _settle(str(source), found, seed, kind, labels)
 
 
 def _find(source: str, columns: Columns, data_dir: Path | None, download: bool) -> Found:
@@ -114,27 +127,20 @@ def _find_in_folder(folder: Path, columns: Columns) -> Found:
     return read_folder(folder)
 
 
-def _settle(source: str, found: Found, seed: int) -> Dataset:
-    """Number the labels and draw what splits are missing."""
+def _settle(source: str, found: Found, seed: int, kind: KindOption, labels: Sequence[str] | None) -> Dataset:
+    """Turn what the source says into numbers, and draw what splits are missing."""
     learnt = found.parts.get("train") or found.parts.get("all")
     if learnt is None or not len(learnt.labels):
         raise DataError(f"{source}: no training images; found only {', '.join(found.parts)}.")
-    classes = tuple(found.classes) if found.classes is not None else _in_order(learnt.labels)
-    place = {label: i for i, label in enumerate(classes)}
-    for name, part in found.parts.items():
-        strangers = sorted(set(part.labels) - set(place))
-        if strangers:
-            raise DataError(
-                f"{source}: the {name} images hold {len(strangers)} labels without any training image: "
-                f"{', '.join(strangers[:5])}{' …' if len(strangers) > 5 else ''}. Add some, or leave them out."
-            )
+    targets = read_targets(source, found.cells(), found.columns, found.classes, kind, labels)
     splits = {
-        name: Split.of(part.images, [place[label] for label in part.labels])
+        name: Split.of(part.images, targets.values[name], targets.kind)
         for name, part in found.parts.items()
         if len(part.labels)
     }
     origin = dict.fromkeys(splits, "official")
-    how = f"{SHARE:.0%} of every class, drawn by content with seed {seed}"
+    evenly = {"single-label": "of every class", "multi-label": "of every label", "regression": "of every tenth"}
+    how = f"{SHARE:.0%} {evenly[targets.kind]}, drawn by content with seed {seed}"
     if "all" in splits:
         splits["train"], splits["test"] = draw(splits.pop("all"), "test", seed)
         origin = {"train": "the rest", "test": how}
@@ -143,8 +149,11 @@ def _settle(source: str, found: Found, seed: int) -> Dataset:
         origin |= {"train": "the rest", "validation": f"{how} from the training images"}
     return Dataset(
         source=source,
-        kind=found.kind,
-        labels=classes,
+        layout=found.layout,
+        kind=targets.kind,
+        kind_reason=targets.reason,
+        labels=targets.labels,
+        columns=found.columns,
         train=splits["train"],
         validation=splits["validation"],
         test=splits.get("test"),
@@ -152,11 +161,3 @@ def _settle(source: str, found: Found, seed: int) -> Dataset:
         seed=seed,
         ignored=tuple(found.ignored),
     )
-
-
-def _in_order(labels: Iterable[str]) -> tuple[str, ...]:
-    """Distinct labels, by number where all are numbers: 10 comes after 9."""
-    distinct = set(labels)
-    if all(label.isdecimal() for label in distinct):
-        return tuple(sorted(distinct, key=lambda label: (int(label), label)))
-    return tuple(sorted(distinct))

@@ -11,7 +11,9 @@ import numpy as np
 from vit_memory.data.decoding import Encoded, decode
 from vit_memory.data.images import Images
 from vit_memory.data.sources import Dataset
+from vit_memory.data.splits import Split
 from vit_memory.errors import BadImage
+from vit_memory.task import Kind
 
 Check = Literal["decode", "headers", "none"]
 _CHUNK = 64
@@ -22,9 +24,14 @@ class Summary:
     """A dataset in numbers."""
 
     source: str
-    kind: str
+    layout: str
+    kind: Kind
+    kind_reason: str  # how the kind was decided
     labels: tuple[str, ...]
-    counts: dict[str, dict[str, int]]  # split -> label -> images
+    images: dict[str, int]  # split -> images
+    counts: dict[str, dict[str, int]]  # split -> label -> images that show it, or whose value is known
+    unknown: dict[str, int]  # split -> cells of labels or values that are not known
+    values: dict[str, dict[str, float]]  # regression: value -> smallest, mean, standard deviation, largest in training
     origin: dict[str, str]  # split -> where it comes from
     sizes: dict[str, list[int]] | None  # smallest, median and largest (width, height) by area; None if not looked at
     formats: dict[str, int]
@@ -35,23 +42,28 @@ class Summary:
 
     @property
     def imbalance(self) -> float | None:
-        """Images of the largest training class for one of the smallest; None where a class has none."""
+        """Images of the largest training class for one of the smallest; None where a class has none, or for values."""
         counts = self.counts["train"].values()
-        return max(counts) / min(counts) if min(counts) else None
+        return max(counts) / min(counts) if self.kind != "regression" and min(counts) else None
 
     def notes(self) -> list[str]:
         """What somebody should know before training on it."""
         said = []
         empty = [label for label, count in self.counts["train"].items() if count == 0]
-        if len(self.labels) < 2:
+        if self.kind == "single-label" and len(self.labels) < 2:
             said.append(f"only one class, {self.labels[0]!r}: there is nothing to tell apart")
         if empty:
-            said.append(f"{len(empty)} classes without a training image: {_some(empty)}")
+            what = {"single-label": "classes", "multi-label": "labels", "regression": "values"}[self.kind]
+            said.append(f"{len(empty)} {what} without a training image: {_some(empty)}")
         elif self.imbalance is not None and self.imbalance >= 5:
             smallest = min(self.counts["train"], key=self.counts["train"].__getitem__)
             said.append(
-                f"unbalanced: the largest class has {self.imbalance:.0f} times the images of the smallest, {smallest!r}"
+                f"unbalanced: the largest class has {self.imbalance:.0f} times the images of the smallest, "
+                f"{smallest!r}; --balance weighs them alike"
             )
+        if any(self.unknown.values()):
+            cells = ", ".join(f"{count} in {name}" for name, count in self.unknown.items() if count)
+            said.append(f"cells that say nothing are left out as not known: {cells}")
         if "test" not in self.counts:
             said.append("no test images: what is reported on validation images was also used to choose")
         said += [f"{count} images are in both {pair}: results on them flatter" for pair, count in self.shared.items()]
@@ -66,13 +78,21 @@ class Summary:
         return {
             "format": "vit-memory-data/1",
             "source": self.source,
+            "layout": self.layout,
             "kind": self.kind,
+            "kind_reason": self.kind_reason,
             "classes": len(self.labels),
             "labels": list(self.labels),
             "splits": {
-                name: {"images": sum(counts.values()), "origin": self.origin[name], "per_class": counts}
+                name: {
+                    "images": self.images[name],
+                    "origin": self.origin[name],
+                    "per_class": counts,
+                    "unknown": self.unknown[name],
+                }
                 for name, counts in self.counts.items()
             },
+            "values": self.values,
             "imbalance": self.imbalance,
             "sizes": self.sizes,
             "formats": self.formats,
@@ -118,14 +138,17 @@ def summarise(
     by_area = sorted(sizes, key=lambda size: size[0] * size[1])
     return Summary(
         source=dataset.source,
+        layout=dataset.layout,
         kind=dataset.kind,
+        kind_reason=dataset.kind_reason,
         labels=dataset.labels,
-        counts={
-            name: dict(
-                zip(dataset.labels, np.bincount(split.labels, minlength=len(dataset.labels)).tolist(), strict=True)
-            )
+        images={name: len(split) for name, split in dataset.splits.items()},
+        counts={name: _counts(split, dataset.labels) for name, split in dataset.splits.items()},
+        unknown={
+            name: 0 if split.kind == "single-label" else int(np.isnan(split.targets).sum())
             for name, split in dataset.splits.items()
         },
+        values=_ranges(dataset.train, dataset.labels) if dataset.kind == "regression" else {},
         origin=dict(dataset.origin),
         sizes=None
         if not by_area
@@ -140,6 +163,26 @@ def summarise(
         ignored=dataset.ignored,
         check=check,
     )
+
+
+def _counts(split: Split, labels: tuple[str, ...]) -> dict[str, int]:
+    if split.kind == "single-label":
+        counts = np.bincount(split.targets, minlength=len(labels))
+    elif split.kind == "multi-label":
+        counts = (split.targets == 1).sum(axis=0)
+    else:
+        counts = np.isfinite(split.targets).sum(axis=0)
+    return dict(zip(labels, counts.tolist(), strict=True))
+
+
+def _ranges(split: Split, labels: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    ranges = {}
+    for label, column in zip(labels, split.targets.T, strict=True):
+        known = column[np.isfinite(column)]
+        if len(known):
+            facts = {"min": known.min(), "mean": known.mean(), "std": known.std(), "max": known.max()}
+            ranges[label] = {name: float(value) for name, value in facts.items()}
+    return ranges
 
 
 _Look = tuple[str, str | tuple[str, int, int]]  # name, and either what is wrong or format, width and height

@@ -23,7 +23,7 @@ from vit_memory.data.decoding import LARGEST_PIXELS
 from vit_memory.errors import DataError
 from vit_memory.families.roles import Interpolation, Preprocessing, Resampler
 
-Augment = Literal["inception", "pad-crop", "none"]
+Augment = Literal["inception", "randaugment", "pad-crop", "none"]
 _PILLOW = {
     "nearest": Image.Resampling.NEAREST,
     "box": Image.Resampling.BOX,
@@ -74,7 +74,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Training:
-    """An augmented view of an image; `none` is the evaluation's."""
+    """An augmented view of an image; `none` is the evaluation's.
+
+    `inception` is a crop of random area and shape, `randaugment` such a crop and random operations on it (torchvision's
+    RandAugment), `pad-crop` a shift by a few pixels.
+    """
 
     preprocessing: Preprocessing
     augment: Augment = "inception"
@@ -82,7 +86,7 @@ class Training:
     area: tuple[float, float] = (0.08, 1.0)  # share of the image an inception crop covers
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     padding: float = 1 / 8  # of the side, around a pad-crop: 4 of 32 pixels
-    randaugment: tuple[int, int] | None = None  # operations and magnitude, e.g. (2, 9); needs torchvision
+    randaugment: tuple[int, int] = (2, 9)  # operations and magnitude
 
     def __post_init__(self) -> None:
         if self.augment not in get_args(Augment):
@@ -90,8 +94,12 @@ class Training:
         low, high = self.area
         if not 0 < low <= high <= 1:
             raise DataError(f"area is {self.area}; expected shares of the image, 0 < smallest <= largest <= 1.")
-        if self.randaugment is not None:
+        if self.augment == "randaugment":
             _randaugment(*self.randaugment)  # says now, not in a worker, that torchvision is missing
+
+    @property
+    def _crops(self) -> bool:
+        return self.augment in ("inception", "randaugment")
 
     @cached_property
     def size(self) -> tuple[int, int]:
@@ -100,7 +108,7 @@ class Training:
 
     def wants(self, height: int, width: int, seed: int) -> tuple[int, int] | None:
         """How large the whole image must be decoded for this view to lose nothing; None if only whole will do."""
-        if self.augment != "inception":
+        if not self._crops:
             return None
         box = self._box(height, width, np.random.default_rng(seed))
         scale = max(self.size[0] / box.height, self.size[1] / box.width)
@@ -109,7 +117,7 @@ class Training:
     def __call__(self, pixels: Tensor, seed: int, whole: tuple[int, int] | None = None) -> Tensor:
         """Pixels (3, H, W) uint8 to a view (3, h, w) uint8. `whole` (height, width) if they were decoded smaller."""
         rng = np.random.default_rng(seed)
-        if self.augment == "inception":
+        if self._crops:
             height, width = whole or (pixels.shape[-2], pixels.shape[-1])
             box = self._box(height, width, rng)
             box = _scaled(box, pixels.shape[-2] / height, pixels.shape[-1] / width, *pixels.shape[-2:])
@@ -123,7 +131,7 @@ class Training:
                 view = self._shifted(view, rng)
         if self.flip and rng.random() < 0.5 and self.augment != "none":
             view = view.flip(-1)
-        if self.randaugment is not None:
+        if self.augment == "randaugment":
             with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
                 torch.manual_seed(int(rng.integers(2**63)))
                 view = _randaugment(*self.randaugment)(view.contiguous())

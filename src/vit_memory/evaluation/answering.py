@@ -1,5 +1,6 @@
 """Tasks over many images: all tasks in one pass per batch, from labelled splits or from files as they are found."""
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ from vit_memory.data.loading import BadImages, Loader, OnBadImage
 from vit_memory.data.splits import Split
 from vit_memory.data.transforms import Evaluation
 from vit_memory.errors import BackboneMismatch, DataError, TaskError
-from vit_memory.evaluation.metrics import Scores, score
+from vit_memory.evaluation.metrics import AnyScores, score_task
 from vit_memory.families.roles import Preprocessing
 from vit_memory.files.bundle import Bundle, read_with_parents
 from vit_memory.files.container import read_container
 from vit_memory.model import MemoryViT
+from vit_memory.parallel import PieceThreads, pieces
+from vit_memory.predictions import Prediction, predictions
 from vit_memory.task import COMPOSABLE, Task
 from vit_memory.training.regimes import Alone
 
@@ -28,19 +31,11 @@ _AT_ONCE = 512  # files whose names are held while a folder streams by
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What one task says of one image."""
-
-    label: str
-    confidence: float
-
-
-@dataclass(frozen=True, slots=True)
 class Answered:
     """One file: what every task says, or why nothing can be said."""
 
     path: str
-    answers: Mapping[str, Answer]
+    answers: Mapping[str, Prediction]
     error: str | None = None
 
 
@@ -115,35 +110,63 @@ def evaluate(
     *,
     batch: int = 64,
     workers: int = 0,
+    threads: int | None = None,
     on_bad_image: OnBadImage = "fail",
     bad: BadImages | None = None,
-) -> dict[str, Scores]:
-    """Score tasks on a split whose label numbers mean `labels`; all of them in one pass per batch."""
+) -> dict[str, AnyScores]:
+    """Score tasks on a split whose targets mean `labels`; all of them in one pass per batch."""
     for name in names:
-        own = model.tasks[name].labels
-        if set(own) != set(labels):
-            lacking, strange = sorted(set(labels) - set(own)), sorted(set(own) - set(labels))
-            raise DataError(
-                f"task {name!r} answers other labels than the images have: "
-                f"{len(lacking)} it does not know ({', '.join(lacking[:3]) or 'none'}), "
-                f"{len(strange)} that no image has ({', '.join(strange[:3]) or 'none'})."
-            )
+        _check_comparable(model.tasks[name], split, labels)
     bad = BadImages() if bad is None else bad
     loader = Loader(split, Evaluation(preprocessing_of(model, names)), batch, workers, on_bad_image, bad)
-    logits: dict[str, list[Tensor]] = {name: [] for name in names}
-    truth = []
-    with torch.no_grad():
+    collected: dict[str, list[Tensor]] = {name: [] for name in names}
+    targets = []
+    with PieceThreads(model.backbone.device, threads) as pool:
         for part in loader.batches():
-            outputs = model(part.images.to(model.backbone.device), list(names))
-            truth.append(part.labels)
-            for name in names:
-                logits[name].append(outputs[name].float().cpu())
-    scores = {}
-    for name in names:
-        own = model.tasks[name].labels
-        number = torch.tensor([own.index(label) for label in labels])
-        scores[name] = score(torch.cat(logits[name]), number[torch.cat(truth)], own)
-    return scores
+            targets.append(part.targets)
+            for name, outputs in _outputs(model, part.images, names, pool).items():
+                collected[name].append(outputs)
+    known = torch.cat(targets)
+    return {
+        name: score_task(task, torch.cat(collected[name]), _in_order_of(task, known, labels))
+        for name, task in ((name, model.tasks[name]) for name in names)
+    }
+
+
+@torch.no_grad()
+def _outputs(model: Model, images: Tensor, names: Sequence[str], pool: PieceThreads) -> dict[str, Tensor]:
+    """What the tasks answer to a batch, on the CPU; its pieces are computed by the threads of the pool."""
+    device = model.backbone.device
+
+    def answer(part: slice) -> dict[str, Tensor]:
+        with torch.no_grad():
+            outputs = model(images[part].to(device), list(names))
+        return {name: outputs[name].float().cpu() for name in names}
+
+    parts = pool.map(answer, list(pieces(len(images), pool.threads)))
+    return {name: torch.cat([part[name] for part in parts]) for name in names}
+
+
+def _check_comparable(task: Task, split: Split, labels: Sequence[str]) -> None:
+    if task.kind != split.kind:
+        raise DataError(f"task {task.name!r} is {task.kind}, but the images are {split.kind}: --kind {task.kind}")
+    unknown = sorted(set(labels) - set(task.labels))
+    if unknown:
+        shown = ", ".join(unknown[:3]) + (" …" if len(unknown) > 3 else "")
+        raise DataError(
+            f"task {task.name!r} answers other labels than the images have: {len(unknown)} it does not know ({shown}). "
+            f"It knows {', '.join(task.labels[:5])}{' …' if len(task.labels) > 5 else ''}."
+        )
+
+
+def _in_order_of(task: Task, targets: Tensor, labels: Sequence[str]) -> Tensor:
+    """Targets in the order of the task's labels; labels that the images do not speak of are not known."""
+    places = torch.tensor([task.labels.index(label) for label in labels])
+    if task.kind == "single-label":
+        return places[targets]
+    table = torch.full((len(targets), len(task.labels)), math.nan, dtype=targets.dtype)
+    table[:, places] = targets
+    return table
 
 
 def image_files(sources: Iterable[Path]) -> Iterator[str]:
@@ -166,6 +189,7 @@ def predict(
     *,
     batch: int = 64,
     workers: int = 0,
+    threads: int | None = None,
 ) -> Iterator[Answered]:
     """Answers for any number of files, in their order and in constant memory; a bad one is answered by its reason."""
     transform = Evaluation(preprocessing_of(model, names))
@@ -174,18 +198,13 @@ def predict(
         bad = BadImages()
         split = Split(ImageFiles(tuple(chunk)), torch.zeros(len(chunk), dtype=torch.int64).numpy(), (b"",) * len(chunk))
         loader = Loader(split, transform, batch, workers, "skip", bad)
-        said: dict[int, dict[str, Answer]] = {}
-        try:
+        said: dict[int, dict[str, Prediction]] = {}
+        with PieceThreads(model.backbone.device, threads) as pool:
             for part in loader.batches():
-                with torch.no_grad():
-                    outputs = model(part.images.to(model.backbone.device), list(names))
-                for name in names:
-                    confidences, places = outputs[name].float().softmax(-1).max(-1)
-                    found = zip(part.indices.tolist(), confidences.tolist(), places.tolist(), strict=True)
-                    for i, confidence, place in found:
-                        said.setdefault(i, {})[name] = Answer(model.tasks[name].labels[place], confidence)
-        except DataError:
-            if len(bad) < len(chunk):  # all bad is an answer here, not an error
-                raise
+                for name, outputs in _outputs(model, part.images, names, pool).items():
+                    for i, prediction in zip(
+                        part.indices.tolist(), predictions(model.tasks[name], outputs), strict=True
+                    ):
+                        said.setdefault(i, {})[name] = prediction
         for i, path in enumerate(chunk):
             yield Answered(path, said.get(i, {}), None if i in said else bad.reasons.get(path, "cannot be read"))

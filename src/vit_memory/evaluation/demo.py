@@ -1,8 +1,9 @@
-"""The demonstration: three questions about the same pictures, learned one after the other by one frozen backbone.
+"""The demonstration: three questions about the same pictures, one of each kind, learned by one frozen backbone.
 
 Everything here is what a user would call: `fit` for every task, files, and one pass of a MemoryViT for all answers.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,14 +12,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vit_memory.backbone import Backbone, load_backbone
 from vit_memory.data.loading import Loader
 from vit_memory.data.transforms import Evaluation
-from vit_memory.evaluation.scenes import PLACES, Scenes, draw_scenes
+from vit_memory.evaluation.metrics import AnyScores, score_task
+from vit_memory.evaluation.scenes import Scenes, draw_scenes
 from vit_memory.families import bundled
+from vit_memory.graph import TaskGraph
 from vit_memory.model import MemoryViT
-from vit_memory.task import Task
+from vit_memory.predictions import Prediction, predictions
+from vit_memory.task import Kind, Task
 from vit_memory.training.cache import Cache
 from vit_memory.training.loop import Progress, fit
 from vit_memory.training.recipe import Recipe
@@ -36,14 +41,30 @@ class Question:
     name: str
     asks: str
     labels: tuple[str, ...]
-    answer: Callable[[Scenes], np.ndarray]
+    targets: Callable[[Scenes], np.ndarray]
+    kind: Kind = "single-label"
     extends: str | None = None
+
+
+_LOOPED = np.isin(np.arange(10), (0, 6, 8, 9))
+
+
+def _traits(scenes: Scenes) -> np.ndarray:
+    """(n, 3) of 0 and 1: an even digit, one with a loop, a flower behind it."""
+    return np.stack([scenes.digit % 2 == 0, _LOOPED[scenes.digit], scenes.place == 0], axis=1).astype(np.float32)
 
 
 QUESTIONS = (
     Question("digit", "Which digit is it?", tuple("0123456789"), lambda scenes: scenes.digit),
-    Question("place", "What is behind it?", PLACES, lambda scenes: scenes.place),
-    Question("parity", "Is it even or odd?", ("even", "odd"), lambda scenes: scenes.digit % 2, extends="digit"),
+    Question("traits", "Which of these hold?", ("even", "looped", "on a flower"), _traits, "multi-label"),
+    Question(
+        "ink",
+        "How much of the picture does it cover, in per cent?",
+        ("ink",),
+        lambda scenes: scenes.ink[:, None],
+        "regression",
+        extends="digit",
+    ),
 )
 
 
@@ -64,9 +85,9 @@ class Demonstration:
 
     learned: tuple[Learned, ...]
     scenes: Scenes  # the test pictures
-    answers: dict[str, list[int]]  # per task, of every test picture
-    accuracy: dict[str, float]
-    head_accuracy: dict[str, float]
+    predictions: dict[str, list[Prediction]]  # per task, of every test picture
+    scores: dict[str, AnyScores]
+    head_scores: dict[str, AnyScores]
     identical: bool  # the original output with all tasks attached, to the bit
     cost: float  # of the pass with all tasks, over the plain backbone's
     backbone_bytes: int
@@ -84,30 +105,33 @@ def demonstrate(folder: Path, report: Callable[[str, Progress], None] | None = N
         learned.append(_learn(backbone, question, parents, (train, validation), cache, folder, report))
     model = MemoryViT(backbone, [known.task for known in learned])
     heads = MemoryViT(backbone, [known.head for known in learned])
-    answers: dict[str, list[int]] = {question.name: [] for question in QUESTIONS}
-    head_answers: dict[str, list[int]] = {question.name: [] for question in QUESTIONS}
+    outputs: dict[str, list[Tensor]] = {question.name: [] for question in QUESTIONS}
+    head_outputs: dict[str, list[Tensor]] = {question.name: [] for question in QUESTIONS}
     identical, batches = True, []
     facts = backbone.preprocessing
     assert facts is not None
     untouched = bundled.load().float()  # the judge: a model that nobody else has touched
     for batch in Loader(test.split(test.digit), Evaluation(facts), 50).batches():
-        outputs, alone = model(batch.images), heads(batch.images)
+        answers, alone = model(batch.images), heads(batch.images)
         with torch.no_grad():
-            identical &= torch.equal(outputs.original.tokens, untouched(batch.images))
-        for name in answers:
-            answers[name] += outputs[name].argmax(-1).tolist()
-            head_answers[name] += alone[name].argmax(-1).tolist()
+            identical &= torch.equal(answers.original.tokens, untouched(batch.images))
+        for question in QUESTIONS:
+            outputs[question.name].append(answers[question.name])
+            head_outputs[question.name].append(alone[question.name])
         batches.append(batch.images)
 
-    def accuracies(said: dict[str, list[int]]) -> dict[str, float]:
-        return {q.name: float(np.mean(np.array(said[q.name]) == q.answer(test))) for q in QUESTIONS}
+    def scores(tasks: TaskGraph, found: dict[str, list[Tensor]]) -> dict[str, AnyScores]:
+        return {
+            q.name: score_task(tasks[q.name], torch.cat(found[q.name]), torch.from_numpy(q.targets(test)))
+            for q in QUESTIONS
+        }
 
     return Demonstration(
         tuple(learned),
         test,
-        answers,
-        accuracies(answers),
-        accuracies(head_answers),
+        {name: list(predictions(model.tasks[name], torch.cat(found))) for name, found in outputs.items()},
+        scores(model.tasks, outputs),
+        scores(heads.tasks, head_outputs),
         identical,
         _cost(model, batches[0]),
         sum(p.numel() * p.element_size() for p in backbone.model.parameters()),
@@ -124,8 +148,8 @@ def _learn(
     report: Callable[[str, Progress], None] | None,
 ) -> Learned:
     began = time.perf_counter()
-    tasks = Grid(("head", "memory")).tasks(backbone, question.name, question.labels, parents)
-    train, validation = (part.split(question.answer(part)) for part in scenes)
+    tasks = Grid(("head", "memory")).tasks(backbone, question.name, question.labels, parents, question.kind)
+    train, validation = (part.split(question.targets(part), question.kind) for part in scenes)
     result = fit(
         backbone,
         tasks,
@@ -137,7 +161,7 @@ def _learn(
         report=None if report is None else lambda progress: report(question.name, progress),
     )
     best = {}
-    for found in sorted(result.settings, key=lambda found: found.accuracy or 0.0):
+    for found in sorted(result.settings, key=lambda found: -math.inf if found.score is None else found.score):
         best[found.task.regime] = found.task
     path = folder / f"{question.name}.safetensors"
     best["memory"].save(path)

@@ -8,6 +8,8 @@ import numpy as np
 from PIL import Image
 
 from vit_memory.evaluation.demo import Demonstration, Learned
+from vit_memory.evaluation.metrics import AnyScores, MultiLabelScores, RegressionScores
+from vit_memory.predictions import LabelsPrediction, Prediction, ValuesPrediction
 
 _SHOWN = 24
 _STYLE = """
@@ -27,7 +29,7 @@ p { max-width: 44rem; } .soft { color: var(--soft); }
 th, td { text-align: left; padding: .45rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 500; }
 td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(8.4rem, 1fr)); gap: .8rem; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.6rem, 1fr)); gap: .8rem; }
 figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: .6rem; overflow: hidden; }
 figure img { width: 100%; display: block; aspect-ratio: 1; }
 figcaption { padding: .45rem .6rem .55rem; font-size: .86rem; line-height: 1.45; }
@@ -56,12 +58,13 @@ and what the backbone said before, it still says, to the bit.</p>
 </div>
 <h2>What was learned</h2>
 <div class="wide"><table>
-<tr><th>task</th><th>question</th><th class="n">right</th><th class="n">head only</th><th class="n">file</th>
-<th class="n">trained in</th></tr>
+<tr><th>task</th><th>question</th><th>kind</th><th class="n">score</th><th class="n">head only</th>
+<th class="n">file</th><th class="n">trained in</th></tr>
 {rows}</table></div>
-<p class="soft">Share of {len(shown.scenes.digit)} test pictures that were answered right. “Head only” is a linear
-classifier on the untouched output, trained beside the task on the same pictures: what one has without tokens. The
-pictures and the recipe were adjusted while looking at such numbers: an illustration, not a benchmark.</p>
+<p class="soft">On {len(shown.scenes.digit)} test pictures: accuracy of the digit, mean average precision (mAP) of the
+traits, share of the variance explained (R²) of the ink. “Head only” is a linear head on the untouched output, trained
+beside the task on the same pictures: what one has without tokens. The pictures and the recipe were adjusted while
+looking at such numbers: an illustration, not a benchmark.</p>
 <h2>Some of the test pictures</h2>
 <div class="pictures">{pictures}</div>
 <h2>Where the pictures come from</h2>
@@ -74,28 +77,48 @@ class.</p>
 """
 
 
+def score_text(scores: AnyScores) -> str:
+    """The figure that a task of this kind is judged by."""
+    if isinstance(scores, RegressionScores):
+        return f"R² {scores.r2:.3f}"
+    if isinstance(scores, MultiLabelScores):
+        return f"mAP {scores.mean_average_precision:.3f}"
+    return f"{100 * scores.top1:.1f} %"
+
+
 def _row(shown: Demonstration, known: Learned) -> str:
-    name = known.question.name
-    builds = f" Builds on <b>{known.question.extends}</b>." if known.question.extends else ""
+    question = known.question
+    builds = f" Builds on <b>{question.extends}</b>." if question.extends else ""
     return (
-        f"<tr><td><b>{name}</b></td><td>{html.escape(known.question.asks)}{builds}</td>"
-        f'<td class="n">{100 * shown.accuracy[name]:.1f} %</td>'
-        f'<td class="n">{100 * shown.head_accuracy[name]:.1f} %</td>'
+        f"<tr><td><b>{question.name}</b></td><td>{html.escape(question.asks)}{builds}</td><td>{question.kind}</td>"
+        f'<td class="n">{score_text(shown.scores[question.name])}</td>'
+        f'<td class="n">{score_text(shown.head_scores[question.name])}</td>'
         f'<td class="n">{known.file_bytes / 1000:.0f} kB</td><td class="n">{known.seconds:.0f} s</td></tr>\n'
     )
 
 
 def _picture(shown: Demonstration, i: int) -> str:
-    lines = []
-    for known in shown.learned:
-        question = known.question
-        said = shown.answers[question.name][i]
-        truth = int(question.answer(shown.scenes)[i])
-        mark = '<span class="yes">✓</span>' if said == truth else '<span class="no">✗</span>'
-        wrong = "" if said == truth else f' <span class="soft">not {question.labels[truth]}</span>'
-        lines.append(f"{mark} {question.name}: <b>{question.labels[said]}</b>{wrong}")
-    picture, said_all = _data_uri(shown.scenes.pixels[i]), "<br>".join(lines)
-    return f'<figure><img src="{picture}" alt="picture {i + 1}"><figcaption>{said_all}</figcaption></figure>\n'
+    lines = [_line(known, shown.predictions[known.question.name][i], shown, i) for known in shown.learned]
+    picture, answers = _data_uri(shown.scenes.pixels[i]), "<br>".join(lines)
+    return f'<figure><img src="{picture}" alt="picture {i + 1}"><figcaption>{answers}</figcaption></figure>\n'
+
+
+def _line(known: Learned, prediction: Prediction, shown: Demonstration, i: int) -> str:
+    """What one task says of one picture, beside the truth."""
+    question = known.question
+    target = question.targets(shown.scenes)[i]
+    if isinstance(prediction, ValuesPrediction):
+        values = ", ".join(f"{value:.1f}" for value in prediction.values.values())
+        known_values = ", ".join(f"{value:.1f}" for value in target)
+        return f'{question.name}: <b>{values}</b> <span class="soft">is {known_values}</span>'
+    if isinstance(prediction, LabelsPrediction):
+        answer, truth = list(prediction.present), [question.labels[j] for j in np.flatnonzero(target)]
+    else:
+        answer, truth = [prediction.label], [question.labels[int(target)]]
+    right = set(answer) == set(truth)
+    mark = '<span class="yes">✓</span>' if right else '<span class="no">✗</span>'
+    correction = "" if right else f' <span class="soft">not {html.escape(", ".join(truth) or "none")}</span>'
+    return f"{mark} {question.name}: <b>{html.escape(', '.join(answer) or 'none')}</b>{correction}"
 
 
 def _data_uri(pixels: np.ndarray) -> str:

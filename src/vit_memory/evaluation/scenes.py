@@ -11,6 +11,7 @@ from PIL import Image
 
 from vit_memory.data.images import ImageArray
 from vit_memory.data.splits import Split
+from vit_memory.task import Kind
 
 SIZE = 64
 PLACES = ("flower", "temple")
@@ -27,10 +28,11 @@ class Scenes:
     pixels: np.ndarray  # (n, 64, 64, 3) uint8
     digit: np.ndarray  # (n,) 0 to 9
     place: np.ndarray  # (n,) into PLACES
+    ink: np.ndarray  # (n,) per cent of the picture that the digit covers
 
-    def split(self, labels: np.ndarray) -> Split:
+    def split(self, targets: np.ndarray, kind: Kind = "single-label") -> Split:
         """The pictures, to be asked one question."""
-        return Split.of(ImageArray.whole("scenes", self.pixels), labels)
+        return Split.of(ImageArray.whole("scenes", self.pixels), targets, kind)
 
 
 def draw_scenes(train: int, validation: int, test: int, seed: int = 0) -> tuple[Scenes, Scenes, Scenes]:
@@ -47,16 +49,18 @@ def draw_scenes(train: int, validation: int, test: int, seed: int = 0) -> tuple[
         chosen = order[first : first + count]
         first += count
         places = rng.integers(len(PLACES), size=count)
-        pixels = [
+        drawn = [
             _scene(digits.images[i], photographs[place], cells, rng) for i, place in zip(chosen, places, strict=True)
         ]
-        made.append(Scenes(np.stack(pixels), digits.target[chosen], places))
+        pixels, ink = zip(*drawn, strict=True)
+        made.append(Scenes(np.stack(pixels), digits.target[chosen], places, np.array(ink)))
     return made[0], made[1], made[2]
 
 
 def _scene(
     digit: np.ndarray, photograph: np.ndarray, cells: list[tuple[int, int]], rng: np.random.Generator
-) -> np.ndarray:
+) -> tuple[np.ndarray, float]:
+    """A picture, and how much of it the digit covers, in per cent."""
     column, row = cells[int(rng.integers(len(cells)))]
     high, wide = photograph.shape[0] // _ROWS, photograph.shape[1] // _COLUMNS
     side = int(rng.integers(80, 120))
@@ -68,4 +72,4 @@ def _scene(
     ink = tuple(int(value) for value in rng.integers(215, 256, 3))
     right, down = (int(value) for value in rng.integers(0, SIZE - large + 1, 2))
     behind.paste(Image.new("RGB", shape.size, ink), (right, down), shape)  # the digit itself is the mask
-    return np.asarray(behind)
+    return np.asarray(behind), 100 * float(np.asarray(shape).sum()) / 255 / SIZE**2

@@ -28,8 +28,9 @@ def card(path: Path, task: Task) -> str:
     memory = f"{task.cells} cells in each of {task.backbone.depth} blocks{' (raw)' if task.raw_memory else ''}"
     lines = {
         "answers": f"{task.kind}: {', '.join(shown)}",
+        **_kind_facts(task),
         "regime": task.regime + (f", {memory}" if task.cells else ""),
-        "learned": f"{task.parameters:_} numbers, {told['bytes'] / 1000:_.1f} kB on disk".replace("_", " "),
+        "learned": f"{task.parameters:_} parameters, {told['bytes'] / 1000:_.1f} kB on disk".replace("_", " "),
         "extends": ", ".join(task.parents) or "nothing",
         "backbone": f"{task.backbone.name} ({task.backbone.family}, width {task.backbone.width}, "
         f"{task.backbone.depth} blocks, fingerprint {task.backbone.fingerprint[:12]}…)",
@@ -39,6 +40,17 @@ def card(path: Path, task: Task) -> str:
         "digest": f"{told['digest'][:12]}…" + (f", float16 of {told['half_of'][:12]}…" if told["half_of"] else ""),
     }
     return "\n".join([f"{task.name}  ({path})", *(f"  {key:10}{value}" for key, value in lines.items())])
+
+
+def _kind_facts(task: Task) -> dict[str, str]:
+    """Thresholds of a multi-label task, the units of a regression task."""
+    if task.thresholds is not None:
+        low, high = min(task.thresholds), max(task.thresholds)
+        return {"present": f"from a probability of {low:.2f} to {high:.2f}, by label"}
+    if task.target_scale is not None:
+        known = zip(task.labels, task.target_scale.mean, task.target_scale.std, strict=True)
+        return {"values": ", ".join(f"{name}: mean {mean:.4g}, std {std:.4g}" for name, mean, std in known)}
+    return {}
 
 
 def counted(number: int, what: str) -> str:

@@ -2,6 +2,8 @@
 
 `vit-memory-task/1`: tensors `class_token` (D,) unless the regime has none, `memory` (L, M, D), `head.weight` (C, D),
 `head.bias` (C,); metadata `format`, and `task`: a JSON text, see `describe`. Loading runs no code.
+`vit-memory-task/2` adds `thresholds` and `target_scale` to that text; it is written only for tasks that have one of
+them, so that earlier versions go on reading all others.
 """
 
 import json
@@ -17,9 +19,9 @@ from vit_memory.backbone import BackboneIdentity
 from vit_memory.errors import DamagedFile, NewerFormat, TaskError
 from vit_memory.families.roles import Preprocessing
 from vit_memory.files.container import parse_json, read_container, write_container
-from vit_memory.task import Task, TaskRecord
+from vit_memory.task import TargetScale, Task, TaskRecord
 
-FORMAT, VERSION = "vit-memory-task", 1
+FORMAT, VERSION = "vit-memory-task", 2
 
 
 def write_task(task: Task, path: Path | str, *, half: bool = False) -> None:
@@ -36,7 +38,8 @@ def write_task(task: Task, path: Path | str, *, half: bool = False) -> None:
             why = " in float16: save it in full" if half and bool(tensors[name].isfinite().all()) else ""
             raise TaskError(f"task {task.name!r}: {name} holds NaN or infinite values{why}. Not saved to {path}.")
     text = json.dumps(describe(task), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    write_container(Path(path), {"format": f"{FORMAT}/{VERSION}", "task": text}, kept)
+    version = 1 if task.thresholds is None and task.target_scale is None else 2
+    write_container(Path(path), {"format": f"{FORMAT}/{version}", "task": text}, kept)
 
 
 def read_task(path: Path | str) -> Task:
@@ -78,7 +81,7 @@ def check_format(path: Path, found: str, name: str, version: int) -> None:
 def describe(task: Task) -> dict[str, Any]:
     """Everything of a task but the numbers learned, as JSON values."""
     record = task.record
-    return {
+    description = {
         "name": task.name,
         "labels": list(task.labels),
         "kind": task.kind,
@@ -94,6 +97,11 @@ def describe(task: Task) -> dict[str, Any]:
         "library_version": record.library_version,
         "half_of": record.half_of,
     }
+    if task.thresholds is not None:
+        description["thresholds"] = list(task.thresholds)
+    if task.target_scale is not None:
+        description["target_scale"] = {"mean": list(task.target_scale.mean), "std": list(task.target_scale.std)}
+    return description
 
 
 def _rebuild(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Task:
@@ -113,6 +121,8 @@ def _rebuild(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Task:
         parents=tuple(_text(parent["name"], "parents") for parent in parents),
         parent_digests={parent["name"]: _text(parent["digest"], "parents") for parent in parents if parent["digest"]},
         raw_memory=bool(told["raw_memory"]),
+        thresholds=_numbers(told["thresholds"], "thresholds") if "thresholds" in told else None,
+        target_scale=_target_scale(told["target_scale"]) if "target_scale" in told else None,
         record=TaskRecord(
             created=_text(told["created"], "created"),
             library_version=_text(told["library_version"], "library_version"),
@@ -128,6 +138,16 @@ def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{what}: {type(value).__name__} where a text belongs")
     return value
+
+
+def _numbers(values: Any, what: str) -> tuple[float, ...]:
+    if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
+        raise TypeError(f"{what}: {type(values).__name__} where a list of numbers belongs")
+    return tuple(float(value) for value in values)
+
+
+def _target_scale(told: Mapping[str, Any]) -> TargetScale:
+    return TargetScale(_numbers(told["mean"], "target_scale mean"), _numbers(told["std"], "target_scale std"))
 
 
 def _backbone(told: Mapping[str, Any]) -> BackboneIdentity:

@@ -32,7 +32,8 @@ from vit_memory.data.transforms import Training, view_size
 from vit_memory.errors import TrainingError
 from vit_memory.families.roles import Original
 from vit_memory.files.atomic import write_atomic
-from vit_memory.trunk import Room, Trunk, run_trunk
+from vit_memory.parallel import FEWEST, PieceThreads
+from vit_memory.trunk import RoomPerThread, Trunk, run_trunk
 
 CacheMode = Literal["auto", "ram", "disk", "off"]
 CacheDtype = Literal["float16", "bfloat16", "float32"]
@@ -41,7 +42,7 @@ _RAM_SHARE, _DISK_SHARE = 0.5, 0.5  # of what is free, that `auto` takes
 _MOST_RAM, _MOST_DISK = 0.85, 0.95  # of what is free, that is refused beyond
 _SETTLE_S = 5.0  # between two times that rows are brought to disk and marked: syncing each group costs as much as it
 _AT_ONCE = 80 * 2**20  # bytes of trunks
-FEWEST = 8  # images: below, every product is bound by reading its weights
+_STORED_AT_ONCE = 16  # images that one thread computes rows of: the same everywhere, as the last bits depend on it
 _GATHERED = 16  # rows of a block that are gathered before they are cast: few enough to stay in the processor's cache
 _TRUNKS, _FEATURES, _DONE = "trunks.bin", "features.bin", "done.bin"
 log = logging.getLogger(__name__)
@@ -101,12 +102,12 @@ class Shape:
         """One row of trunks."""
         return (self.blocks, 2, self.heads, self.tokens, self.head_width)
 
-    def at_once(self, dtype: torch.dtype) -> int:
-        """How many images pass the backbone at a time, so that a step needs about the memory of plain inference.
+    def at_once(self, dtype: torch.dtype, threads: int) -> int:
+        """How many images each of so many threads computes at a time: a step needs about the memory of inference.
 
         What a block frees is then also small enough for the C allocator to keep for the next (`backbone.py`).
         """
-        return max(FEWEST, _AT_ONCE // self.bytes(1, dtype))
+        return max(FEWEST, _AT_ONCE // (threads * self.bytes(1, dtype)))
 
     def bytes(self, rows: int, dtype: torch.dtype) -> int:
         """What so many rows take."""
@@ -152,10 +153,9 @@ class Store:
         self.rows = views * len(places)
         self.shape = Shape.of(backbone, view_size(loader.transform.preprocessing))
         self.dtype = cache.torch_dtype
-        self._at_once = self.shape.at_once(backbone.dtype)
         self.folder: Path | None = cache.place / self._key()[:32]
         self.need = self.shape.bytes(self.rows, self.dtype)
-        self._room = Room()
+        self._rooms = RoomPerThread()
         self._position = torch.zeros(len(loader.split), dtype=torch.long)
         self._position[self.places] = torch.arange(len(places))
 
@@ -191,7 +191,7 @@ class Store:
             "images": hashlib.sha256(b"".join(self.loader.split.digests)).hexdigest(),
             "places": self.places if len(self.places) < len(self.loader.split) else "all",
             "views": [self.views, self.seed if isinstance(self.loader.transform, Training) else 0],
-            "group": [self.loader.batch_size, self._at_once],
+            "group": [self.loader.batch_size, _STORED_AT_ONCE],
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
@@ -219,8 +219,14 @@ class Store:
             for file, n, kind in zip(files, sizes, kinds, strict=True)
         ]
 
-    def fill(self, report: Callable[[int], None] | None = None, stop: Callable[[], None] | None = None) -> None:
+    def fill(
+        self,
+        report: Callable[[int], None] | None = None,
+        stop: Callable[[], None] | None = None,
+        threads: PieceThreads | None = None,
+    ) -> None:
         """Compute the rows that are not there yet. `report` is told how many are, `stop` may raise between groups."""
+        threads = threads or PieceThreads(self.backbone.device, 1)
         size = self.loader.batch_size
         # Groups never reach over a view, and one with a missing row is computed whole: a row's last bits depend on the
         # batch it is computed in.
@@ -238,8 +244,8 @@ class Store:
                 for group, batch in zip(missing, self.loader.planned(missing, self.seed), strict=True):
                     if stop is not None:
                         stop()
-                    if len(batch.labels):
-                        unsettled.append(self._put(group[0], batch.images, batch.indices))
+                    if len(batch.indices):
+                        unsettled.append(self._put(group[0], batch.images, batch.indices, threads))
                     if time.monotonic() - settled > _SETTLE_S:
                         self._settle(unsettled)
                         settled = time.monotonic()
@@ -254,21 +260,24 @@ class Store:
     def _rows(self, view: int, places: Sequence[int] | Tensor) -> Tensor:
         return view * len(self.places) + self._position[torch.as_tensor(places, dtype=torch.long)]
 
-    @torch.no_grad()
-    def _put(self, view: int, images: Tensor, places: Tensor) -> Tensor:
+    def _put(self, view: int, images: Tensor, places: Tensor, threads: PieceThreads) -> Tensor:
         """Compute some rows; returns which."""
-        backbone, rows = self.backbone, self._rows(view, places)
-        largest = torch.finfo(self.dtype).max
-        for part in parts(len(rows), self._at_once):
-            looked_at = backbone.check_images(images[part].to(backbone.device))
-            trunk = run_trunk(backbone.roles, looked_at, room=self._room)
-            for i, block in enumerate(zip(trunk.keys, trunk.values, strict=True)):
-                for j, kept in enumerate(block):
-                    # Beyond half precision's range there is only infinity, which would poison every reader.
-                    within = kept.clamp_(-largest, largest) if self.dtype == torch.float16 else kept
-                    self._trunks[rows[part], i, j] = within.to("cpu", self.dtype)
-            self._features[rows[part]] = trunk.original.feature.float().cpu()
+        rows = self._rows(view, places)
+        work = [(images[part], rows[part]) for part in parts(len(rows), _STORED_AT_ONCE)]
+        threads.map(self._put_piece, work)
         return rows
+
+    @torch.no_grad()
+    def _put_piece(self, piece: tuple[Tensor, Tensor]) -> None:
+        images, rows = piece
+        backbone, largest = self.backbone, torch.finfo(self.dtype).max
+        trunk = run_trunk(backbone.roles, backbone.check_images(images.to(backbone.device)), room=self._rooms.room)
+        for i, block in enumerate(zip(trunk.keys, trunk.values, strict=True)):
+            for j, kept in enumerate(block):
+                # Beyond half precision's range there is only infinity, which would poison every reader.
+                within = kept.clamp_(-largest, largest) if self.dtype == torch.float16 else kept
+                self._trunks[rows, i, j] = within.to("cpu", self.dtype)
+        self._features[rows] = trunk.original.feature.float().cpu()
 
     def _settle(self, unsettled: list[Tensor]) -> None:
         """Mark rows as done, once they are on disk themselves: a power cut may take the last seconds, not the truth."""
@@ -288,7 +297,7 @@ class Store:
                 os.close(descriptor)
 
     def take(self, groups: Iterable[tuple[int, Sequence[int]]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The rows of each group of places in a view, bad images left out, and their labels.
+        """The rows of each group of places in a view, bad images left out, and their places in the split.
 
         While the caller computes, the system is asked to read the next group from disk.
         """
@@ -298,7 +307,7 @@ class Store:
                 chosen = torch.as_tensor(places, dtype=torch.long)
                 rows = self._rows(view, chosen)
                 good = self._done[rows] == 1
-                coming = rows[good], torch.from_numpy(self.loader.split.labels)[chosen[good]]
+                coming = rows[good], chosen[good]
                 self._announce(file, rows)
                 if ahead is not None:
                     yield ahead
@@ -322,13 +331,13 @@ class Store:
         device, dtype, shape = self.backbone.device, self.backbone.dtype, self.shape
         each = shape.row[2:]  # the keys, or values, of one block: a line of the table below
         keys, values = (
-            tuple(self._room.take((name, i), (len(rows), *each), dtype, device) for i in range(shape.blocks))
+            tuple(self._rooms.room.take((name, i), (len(rows), *each), dtype, device) for i in range(shape.blocks))
             for name in ("keys", "values")
         )
         table = self._trunks.view(-1, math.prod(each))
         for part in parts(len(rows), _GATHERED):
             lines = rows[part] * (2 * shape.blocks)
-            gathered = self._room.take("gathered", (len(lines), table.shape[1]), table.dtype, table.device)
+            gathered = self._rooms.room.take("gathered", (len(lines), table.shape[1]), table.dtype, table.device)
             for i in range(shape.blocks):
                 for j, kept in enumerate((keys, values)):
                     torch.index_select(table, 0, lines + (2 * i + j), out=gathered)

@@ -15,7 +15,7 @@ from vit_memory.files.container import parse_json, read_container, write_contain
 from vit_memory.files.taskfile import check_format
 from vit_memory.training.sweep import Sweep
 
-FORMAT, VERSION = "vit-memory-checkpoint", 1
+FORMAT, VERSION = "vit-memory-checkpoint", 2
 
 
 @dataclass(slots=True)
@@ -24,10 +24,12 @@ class Standing:
 
     step: int  # optimiser steps done
     stopped: dict[int, int]  # settings that diverged, and at which step
-    counted: int = 0  # steps since the last look
-    best: list[float] = field(default_factory=list)  # every setting's best accuracy so far
-    accuracies: list[float] = field(default_factory=list)  # those of the last look; -1 for settings that were stopped
-    waited: int = 0  # looks since any of them improved
+    threads: int = 1  # how many pieces a batch is cut into: another number would round differently
+    counted: int = 0  # steps since the last evaluation
+    best: list[float | None] = field(default_factory=list)  # every setting's best score so far
+    scores: list[float | None] = field(default_factory=list)  # of the last evaluation; None for settings stopped
+    thresholds: list[list[float]] | None = None  # multi-label: of the weights that each setting will end with
+    waited: int = 0  # evaluations since any of them improved
 
 
 def training_key(
@@ -64,12 +66,13 @@ def read_checkpoint(path: Path, key: str, sweep: Sweep) -> tuple[Tensor, Standin
     """Put a sweep where the checkpoint left it; returns the losses since the last report, and the standing."""
     metadata, tensors = read_container(path)
     check_format(path, metadata.get("format", ""), FORMAT, VERSION)
+    if metadata["format"] == f"{FORMAT}/1":
+        raise TrainingError(f"{path}: an earlier version began this training, and this one cannot go on with it.")
     try:
         told = parse_json(metadata["standing"])
-        found, step, counted = told["key"], int(told["step"]), int(told["counted"])
-        stopped = {int(setting): int(at) for setting, at in told["stopped"].items()}
-        best, last = ([float(accuracy) for accuracy in told[name]] for name in ("best", "accuracies"))
-        waited = int(told["waited"])
+        found = told.pop("key")
+        told["stopped"] = {int(setting): int(at) for setting, at in told["stopped"].items()}
+        standing = Standing(**told)
         losses = tensors.pop("losses").clone()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedFile(f"{path}: the checkpoint's description lacks or mistypes {error}.") from None
@@ -78,5 +81,5 @@ def read_checkpoint(path: Path, key: str, sweep: Sweep) -> tuple[Tensor, Standin
             f"{path}: it belongs to another training: other images, tasks, parents, recipe or backbone. "
             f"Resume with what it was begun with, or begin anew without resuming."
         )
-    sweep.load_state(tensors, stopped)
-    return losses, Standing(step, stopped, counted, best, last, waited)
+    sweep.load_state(tensors, standing.stopped)
+    return losses, standing

@@ -18,13 +18,14 @@ _WIDE, _HIGH, _EDGE = 760, 360, 56
 _NAMED = 14  # settings that a legend has room for
 
 
-def draw_curves(losses: Mapping[str, Points], accuracies: Mapping[str, Points]) -> bytes:
-    """Two charts as PNG: the training loss and the validation accuracy of every setting."""
+def draw_curves(losses: Mapping[str, Points], scores: Mapping[str, Points], score: str) -> bytes:
+    """Two charts as PNG: the training loss and the validation score of every setting, which is called `score`."""
     rows = min(len(losses), _NAMED)
     image = Image.new("RGB", (2 * _WIDE, _HIGH + 2 * _EDGE + 20 * ((rows + 1) // 2)), "white")
     pen = ImageDraw.Draw(image)
     _chart(pen, 0, "training loss", losses, percent=False)
-    _chart(pen, _WIDE, "validation accuracy, %", accuracies, percent=True)
+    percent = score.endswith("accuracy")
+    _chart(pen, _WIDE, f"{score}, %" if percent else score, scores, percent=percent)
     for i, name in enumerate(list(losses)[:_NAMED]):
         left, top = _EDGE + (i % 2) * _WIDE, _HIGH + 2 * _EDGE - 8 + 20 * (i // 2)
         pen.line((left, top + 7, left + 24, top + 7), fill=_COLOURS[i % len(_COLOURS)], width=3)
@@ -42,7 +43,7 @@ def _chart(pen: ImageDraw.ImageDraw, left: int, title: str, lines: Mapping[str, 
     first, last = 0, max(steps)
     low, high = min(values), max(values)
     room = max((high - low) * 0.05, 1e-3)
-    low, high = max(0.0, low - room), high + room
+    low, high = low - room if low < 0 else max(0.0, low - room), high + room
 
     def place(step: float, value: float) -> tuple[float, float]:
         across = (step - first) / max(1, last - first)

@@ -1,11 +1,12 @@
-"""What a training eats: for every step, what its settings look at, live from images or from a store.
+"""Batches for training: computed live from images, or read from a store.
 
 Every epoch has an order of its own, drawn from the seed, and a view: its number, or, where the views are fixed, its
-number among them. Both feeds give the same images in the same steps; a store only takes the backbone's pass away.
+number among them. Both sources give the same images in the same steps; a store only takes the backbone's pass away.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Literal, Protocol
@@ -16,18 +17,27 @@ from torch import Tensor
 from vit_memory.data.loading import Batch, Loader
 from vit_memory.data.transforms import view_size
 from vit_memory.errors import TrainingError
-from vit_memory.training.cache import FEWEST, Cache, Shape, Store, decide, parts
+from vit_memory.parallel import FEWEST, PieceThreads, pieces
+from vit_memory.training.cache import Cache, Shape, Store, decide
 from vit_memory.training.crew import Crew
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.regimes import REGIMES
 from vit_memory.training.sweep import Seen, Sweep
 
-Piece = tuple[Seen, Tensor]  # what settings look at, and its labels; at most a chunk of images
 Group = tuple[int, list[int]]  # the places of one batch, and the view they are seen in
 _STORED_BYTES = 720 * 2**20
 _HELD = 16  # numbers, in widths, that the graph of one class token holds per block
 GROUP = 64  # images that are judged, or whose views are stored, at a time
 _PLANNED = 256  # batches handed to the workers at once, so that a long training is not one long list
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """A piece of a batch that one thread computes."""
+
+    load: Callable[[], Seen]  # computes or gathers what the settings read; called in that thread
+    targets: Tensor  # (b,) or (b, C)
+    indices: Tensor  # (b,) places in the split
 
 
 class Feed(Protocol):
@@ -36,13 +46,15 @@ class Feed(Protocol):
     kind: Literal["ram", "disk", "off"]
     precision: str  # what trunks are kept in, or "live"
 
-    def prepare(self, report: Callable[[int, int], None], check_stop: Callable[[], None]) -> None:
+    def prepare(
+        self, report: Callable[[int, int], None], check_stop: Callable[[], None], threads: PieceThreads
+    ) -> None:
         """Whatever takes time before the first step. `report` is told views done and to do, `check_stop` may raise."""
 
-    def steps(self, start: int) -> Iterator[Iterator[Piece]]:
-        """From step number `start` to the last, each in pieces."""
+    def steps(self, start: int, threads: int) -> Iterator[Sequence[Chunk]]:
+        """From step number `start` to the last, each in chunks for so many threads."""
 
-    def validation(self) -> Iterator[Piece]:
+    def validation(self, threads: int) -> Iterator[Sequence[Chunk]]:
         """All validation images."""
 
 
@@ -54,28 +66,32 @@ class Live:
 
     def __init__(self, sweep: Sweep, train: Loader, judge: Loader, crew: Crew) -> None:
         self.sweep, self.train, self.judge, self.crew = sweep, train, judge, crew
-        shape = Shape.of(sweep.backbone, view_size(train.transform.preprocessing))
-        self.chunk = chunk_of(sweep, shape, stored=False)
+        self.shape = Shape.of(sweep.backbone, view_size(train.transform.preprocessing))
 
-    def prepare(self, report: Callable[[int, int], None], check_stop: Callable[[], None]) -> None:
+    def prepare(
+        self, report: Callable[[int, int], None], check_stop: Callable[[], None], threads: PieceThreads
+    ) -> None:
         """Nothing."""
 
-    def steps(self, start: int) -> Iterator[Iterator[Piece]]:
-        """Batches by the workers, looked at a chunk at a time."""
+    def steps(self, start: int, threads: int) -> Iterator[Sequence[Chunk]]:
+        """Batches by the workers, each image passing the backbone when its chunk is computed."""
         recipe = self.sweep.recipe
         plan = plan_steps(len(self.train.split), recipe, start, self.crew)
         while groups := list(islice(plan, _PLANNED)):
             for batch in self.train.planned(groups, recipe.seed):
-                yield self._pieces(batch)
+                yield self._chunks(batch, threads)
 
-    def validation(self) -> Iterator[Piece]:
+    def validation(self, threads: int) -> Iterator[Sequence[Chunk]]:
         """Without augmentation."""
         for batch in self.judge.batches(self.crew.share(len(self.judge.split))):
-            yield from self._pieces(batch)
+            yield self._chunks(batch, threads)
 
-    def _pieces(self, batch: Batch) -> Iterator[Piece]:
-        for part in parts(len(batch.labels), self.chunk):
-            yield self._look(batch.images[part]), batch.labels[part]
+    def _chunks(self, batch: Batch, threads: int) -> Sequence[Chunk]:
+        most = chunk_of(self.sweep, self.shape, threads, stored=False)
+        return [
+            Chunk(partial(self._look, batch.images[part]), batch.targets[part], batch.indices[part])
+            for part in pieces(len(batch.indices), threads, most)
+        ]
 
     def _look(self, images: Tensor) -> Seen:
         backbone = self.sweep.backbone
@@ -90,27 +106,29 @@ class Stored:
         self.kind: Literal["ram", "disk", "off"] = kind
         self.precision = str(train.dtype)
 
-    def prepare(self, report: Callable[[int, int], None], check_stop: Callable[[], None]) -> None:
+    def prepare(
+        self, report: Callable[[int, int], None], check_stop: Callable[[], None], threads: PieceThreads
+    ) -> None:
         """Fill the stores."""
         total, done = self.train.rows + self.judge.rows, 0
         for store in (self.train, self.judge):
             store.open(disk=self.kind == "disk")
-            store.fill(partial(_told, report, done, total), check_stop)
+            store.fill(partial(_told, report, done, total), check_stop, threads)
             done += store.rows
 
-    def steps(self, start: int) -> Iterator[Iterator[Piece]]:
+    def steps(self, start: int, threads: int) -> Iterator[Sequence[Chunk]]:
         """Rows of the store, turned into trunks a chunk at a time."""
         recipe = self.sweep.recipe
         plan = plan_steps(len(self.train.loader.split), recipe, start, self.crew)
-        chunk = chunk_of(self.sweep, self.train.shape, stored=True)
-        for rows, labels in self.train.take(plan):
-            yield chunks(self.train, rows, labels, chunk)
+        most = chunk_of(self.sweep, self.train.shape, threads, stored=True)
+        for rows, places in self.train.take(plan):
+            yield stored_chunks(self.train, rows, places, threads, most)
 
-    def validation(self) -> Iterator[Piece]:
+    def validation(self, threads: int) -> Iterator[Sequence[Chunk]]:
         """The one view of every validation image."""
-        places = self.judge.places
-        for rows, labels in self.judge.take((0, places[i : i + GROUP]) for i in range(0, len(places), GROUP)):
-            yield from chunks(self.judge, rows, labels, GROUP)
+        own = self.judge.places
+        for rows, places in self.judge.take((0, own[i : i + GROUP]) for i in range(0, len(own), GROUP)):
+            yield stored_chunks(self.judge, rows, places, threads, GROUP)
 
 
 def feed(
@@ -166,8 +184,8 @@ def _told(report: Callable[[int, int], None], before: int, total: int, done: int
     report(before + done, total)
 
 
-def chunk_of(sweep: Sweep, shape: Shape, *, stored: bool) -> int:
-    """How many images are held at a time: all that fit a bound, for a few long products beat many short ones.
+def chunk_of(sweep: Sweep, shape: Shape, threads: int, *, stored: bool) -> int:
+    """How many images a thread holds at a time: all that fit a bound, for a few long products beat many short ones.
 
     A stored trunk has no pass beside it; there, what the graph of many settings holds counts too.
     """
@@ -175,12 +193,15 @@ def chunk_of(sweep: Sweep, shape: Shape, *, stored: bool) -> int:
         return sweep.recipe.chunk
     dtype = sweep.backbone.dtype
     if not stored:
-        return shape.at_once(dtype)
+        return shape.at_once(dtype, threads)
     graph = len(sweep.settings) * shape.blocks * _HELD * shape.width * dtype.itemsize
-    return max(FEWEST, _STORED_BYTES // (shape.bytes(1, dtype) + graph))
+    return max(FEWEST, _STORED_BYTES // (threads * (shape.bytes(1, dtype) + graph)))
 
 
-def chunks(store: Store, rows: Tensor, labels: Tensor, chunk: int) -> Iterator[Piece]:
-    """Rows of a store as trunks, so many images at a time."""
-    for part in parts(len(labels), chunk):
-        yield store.trunk(rows[part]), labels[part]
+def stored_chunks(store: Store, rows: Tensor, places: Tensor, threads: int, most: int) -> Sequence[Chunk]:
+    """Rows of a store in chunks for so many threads, of at most so many images."""
+    targets = torch.from_numpy(store.loader.split.targets)
+    return [
+        Chunk(partial(store.trunk, rows[part]), targets[places[part]], places[part])
+        for part in pieces(len(rows), threads, most)
+    ]

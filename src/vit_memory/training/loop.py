@@ -2,13 +2,14 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from vit_memory.backbone import Backbone
 from vit_memory.data.loading import BadImages, Loader, OnBadImage
@@ -17,11 +18,13 @@ from vit_memory.data.transforms import Evaluation, Training
 from vit_memory.errors import BackboneMismatch, TrainingError, TrainingStopped
 from vit_memory.families.roles import Preprocessing
 from vit_memory.graph import TaskGraph
+from vit_memory.parallel import PieceThreads
 from vit_memory.task import Task
 from vit_memory.training.cache import Cache
 from vit_memory.training.checkpoint import Standing, read_checkpoint, training_key, write_checkpoint
 from vit_memory.training.crew import Crew
-from vit_memory.training.feeding import GROUP, Feed, Piece, feed
+from vit_memory.training.feeding import GROUP, Chunk, Feed, feed
+from vit_memory.training.objective import objective_for
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.regimes import FullSweep, sweep_of
 from vit_memory.training.sweep import Setting, Sweep
@@ -35,8 +38,9 @@ class Progress:
 
     step: int  # optimiser steps done, or views stored
     steps: int
-    losses: tuple[float, ...] = ()  # mean of every setting since the last look; NaN for those stopped
-    accuracies: tuple[float, ...] | None = None  # on the validation images, where they were just looked at
+    losses: tuple[float, ...] = ()  # mean of every setting since the last evaluation; NaN for those stopped
+    scores: tuple[float, ...] | None = None  # on the validation images, if they were just evaluated; NaN as above
+    metric: str = "accuracy"  # what the scores are
     stage: Literal["storing", "training"] = "training"
 
 
@@ -46,23 +50,24 @@ class SettingResult:
 
     setting: Setting
     task: Task  # trained; as it started where it diverged
-    accuracy: float | None  # on the validation images; None where it diverged
+    score: float | None  # on the validation images; None where it diverged
     stopped_at: int | None = None  # the step it diverged at
     backbone: Backbone | None = None  # of the regime `full`: the one that was trained
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FitResult:
-    """Every setting with its validation accuracy, and the best of them."""
+    """Every setting with its validation score, and the best of them."""
 
     settings: tuple[SettingResult, ...]
+    metric: str = "accuracy"  # what the scores are: accuracy, balanced accuracy, mAP or R²
     cache: Literal["ram", "disk", "off"] = "off"  # where the trunks were
 
     @property
     def best(self) -> SettingResult:
-        """The highest validation accuracy; of equals the smallest, then the first."""
-        living = [result for result in self.settings if result.accuracy is not None]
-        return max(living, key=lambda result: (result.accuracy or 0.0, -result.task.parameters))
+        """The highest validation score; of equals the smallest, then the first."""
+        living = [result for result in self.settings if result.score is not None]
+        return max(living, key=lambda result: (result.score or 0.0, -result.task.parameters))
 
 
 def fit(
@@ -76,6 +81,7 @@ def fit(
     image_size: int | None = None,
     cache: Cache | None = None,
     workers: int = 0,
+    threads: int | None = None,
     on_bad_image: OnBadImage = "fail",
     bad: BadImages | None = None,
     report: Callable[[Progress], None] | None = None,
@@ -97,15 +103,20 @@ def fit(
     told where before any is computed. With a `checkpoint` file, `resume` goes on from it to the same weights as if
     nothing had happened; a checkpoint of another training is refused. `stop` is asked after every step; once it says
     yes, the checkpoint is written and TrainingStopped raised. `bad` gathers the images that were left out. `crew` says
-    which of several processes this is.
+    which of several processes this is. A batch is computed by as many `threads` as torch has unless told otherwise;
+    weights differ in their last bits between numbers of threads, and a resumed training goes on with its own number.
+
+    What is trained for follows the tasks' kind: cross-entropy and accuracy, binary cross-entropy and mAP (thresholds
+    are then chosen on the validation images), or smooth L1 and R².
     """
     recipe, crew = recipe or Recipe(), crew or Crew()
     facts = _preprocessing(backbone, image_size)
     _check(backbone, tasks, train, validation)
+    objective = objective_for(tasks[0], recipe, train, validation)
     settings = [
         Setting(task, rate, decay) for task, rate, decay in product(tasks, recipe.learning_rates, recipe.weight_decays)
     ]
-    sweep = sweep_of(backbone, settings, TaskGraph(parents), recipe)
+    sweep = sweep_of(backbone, settings, TaskGraph(parents), recipe, objective)
     bad = BadImages() if bad is None else bad
     view = Training(facts, augment=recipe.augment, flip=recipe.flip, area=recipe.area)
 
@@ -126,43 +137,47 @@ def fit(
         decided or (lambda kind: None),
     )
     key = training_key(backbone, sweep, train, validation, facts, food.precision)
-    course = _Course(sweep, food, crew)
+    standing = Standing(0, {}, threads or torch.get_num_threads(), best=[None] * len(settings))
+    since = torch.zeros(len(settings))
     if resume and checkpoint is not None and checkpoint.exists():
-        course.since, course.standing = read_checkpoint(checkpoint, key, sweep)
+        since, standing = read_checkpoint(checkpoint, key, sweep)
 
     def save() -> None:
         if checkpoint is not None and crew.first:
             write_checkpoint(checkpoint, key, sweep, course.since, course.standing)
 
-    ended = course.tired or course.standing.step == recipe.steps  # resumed, but there is nothing left to do
-    if not ended:
-        food.prepare(storing, asked_to_stop)
-    for pieces in () if ended else food.steps(course.standing.step):
-        course.learn(pieces)
-        step, last = course.standing.step, course.standing.step == recipe.steps
-        looked = course.look() if last or step % recipe.evaluate_every == 0 else None
-        if report is not None:
-            report(Progress(step, recipe.steps, course.losses(), looked))
-        if looked is not None:
-            course.forget_losses()
-        last |= course.tired
-        if last or step % checkpoint_every == 0:
-            save()
-        if last:
-            break
-        if crew.any(stop is not None and stop()):
-            save()
-            raise TrainingStopped(f"stopped after step {step} of {recipe.steps}.")
-    return FitResult(_results(course, facts), food.kind)
+    with PieceThreads(backbone.device, standing.threads) as pool:
+        course = _Course(sweep, food, crew, pool, standing, since)
+        ended = course.tired or standing.step == recipe.steps  # resumed, but there is nothing left to do
+        if not ended:
+            food.prepare(storing, asked_to_stop, pool)
+        for chunks in () if ended else food.steps(standing.step, pool.threads):
+            course.learn(chunks)
+            step, last = standing.step, standing.step == recipe.steps
+            scores = course.evaluate() if last or step % recipe.evaluate_every == 0 else None
+            if report is not None:
+                report(Progress(step, recipe.steps, course.losses(), scores, objective.metric))
+            if scores is not None:
+                course.forget_losses()
+            last |= course.tired
+            if last or step % checkpoint_every == 0:
+                save()
+            if last:
+                break
+            if crew.any(stop is not None and stop()):
+                save()
+                raise TrainingStopped(f"stopped after step {step} of {recipe.steps}.")
+    return FitResult(_results(course, facts), objective.metric, food.kind)
 
 
 class _Course:
     """A sweep on its way through the steps: what it has seen, and what became of every setting."""
 
-    def __init__(self, sweep: Sweep, food: Feed, crew: Crew) -> None:
-        self.sweep, self.food, self.crew = sweep, food, crew
-        self.standing = Standing(0, {}, best=[-1.0] * len(sweep.settings))
-        self.forget_losses()
+    def __init__(
+        self, sweep: Sweep, food: Feed, crew: Crew, threads: PieceThreads, standing: Standing, since: Tensor
+    ) -> None:
+        self.sweep, self.food, self.crew, self.threads = sweep, food, crew, threads
+        self.standing, self.since = standing, since
 
     def forget_losses(self) -> None:
         """Begin to count anew."""
@@ -172,13 +187,16 @@ class _Course:
         """The mean of every setting since they were last forgotten."""
         return tuple((self.since / max(1, self.standing.counted)).tolist())
 
-    def learn(self, pieces: Iterable[Piece]) -> None:
+    def learn(self, chunks: Sequence[Chunk]) -> None:
         """One step, together with the other processes of the crew."""
         sweep, standing, device = self.sweep, self.standing, self.sweep.backbone.device
         losses, count = torch.zeros(len(sweep.settings), device=device), torch.zeros(1, device=device)
-        for seen, labels in pieces:
-            losses += sweep.learn(seen, labels.to(device))
-            count += len(labels)
+        sweep.leaves()  # made here, once, before the threads read them
+        for some in self.threads.rounds(chunks):
+            for loss, gradients in self.threads.map(self._backward, some):
+                losses += loss
+                sweep.accumulate(gradients)
+        count += sum(len(chunk.indices) for chunk in chunks)
         self.crew.sum([*sweep.gradients(), losses, count])
         standing.step += 1
         if not count:  # a batch whose images are all bad
@@ -194,24 +212,41 @@ class _Course:
                 f"every setting diverged, the last at step {standing.step}: {names}. Try smaller learning rates."
             )
 
+    def _backward(self, chunk: Chunk) -> tuple[Tensor, list[Tensor | None]]:
+        return self.sweep.backward(chunk.load(), chunk.targets.to(self.sweep.backbone.device))
+
+    def _outputs(self, chunk: Chunk) -> Tensor:
+        return self.sweep.logits(chunk.load())
+
     @torch.no_grad()
-    def look(self) -> tuple[float, ...]:
-        """Every setting's accuracy on the validation images, NaN for those that were stopped."""
+    def evaluate(self) -> tuple[float, ...]:
+        """Every setting's score on the validation images, NaN for those that were stopped."""
         sweep, standing, device = self.sweep, self.standing, self.sweep.backbone.device
-        right, count = torch.zeros(len(sweep.settings), device=device), torch.zeros(1, device=device)
-        for seen, labels in self.food.validation():
-            right += (sweep.logits(seen).argmax(-1) == labels.to(device)).sum(1)
-            count += len(labels)
-        self.crew.sum([right, count])
-        accuracies = torch.where(sweep.alive, right / count, math.nan).cpu()
-        best = torch.tensor(standing.best)
-        improved = accuracies > best  # not where NaN
-        standing.waited = 0 if bool(improved.any()) else standing.waited + 1
-        standing.best = torch.where(improved, accuracies, best).tolist()
+        objective = sweep.objective
+        sums = objective.start(len(sweep.settings), device)
+        sweep.leaves()
+        for chunks in self.food.validation(self.threads.threads):
+            for some in self.threads.rounds(chunks):
+                for chunk, outputs in zip(some, self.threads.map(self._outputs, some), strict=True):
+                    objective.add(sums, outputs, chunk.targets.to(device), chunk.indices.to(device))
+        self.crew.sum(sums)
+        scores = torch.where(sweep.alive, objective.scores(sums).to(device), math.nan).tolist()
+        before = standing.best
+        improved = [new > (-math.inf if old is None else old) for new, old in zip(scores, before, strict=True)]
+        standing.waited = 0 if any(improved) else standing.waited + 1
+        standing.best = [new if better else old for new, old, better in zip(scores, before, improved, strict=True)]
         if sweep.recipe.patience is not None:
-            sweep.keep(improved)
-        standing.accuracies = accuracies.nan_to_num(-1.0).tolist()
-        return tuple(accuracies.tolist())
+            sweep.keep(torch.tensor(improved))
+        thresholds = objective.thresholds(sums)
+        if thresholds is not None:
+            held = standing.thresholds
+            keeps = held is not None and sweep.recipe.patience is not None
+            standing.thresholds = [
+                new if better or not keeps or held is None else held[i]
+                for i, (new, better) in enumerate(zip(thresholds, improved, strict=True))
+            ]
+        standing.scores = [None if math.isnan(score) else score for score in scores]
+        return tuple(scores)
 
     @property
     def tired(self) -> bool:
@@ -221,18 +256,25 @@ class _Course:
 
 
 def _results(course: _Course, facts: Preprocessing) -> tuple[SettingResult, ...]:
-    sweep, standing = course.sweep, course.standing
-    recipe = sweep.recipe
-    accuracies = standing.accuracies if recipe.patience is None else standing.best
+    sweep, standing, objective = course.sweep, course.standing, course.sweep.objective
+    scores = standing.scores if sweep.recipe.patience is None else standing.best
     results = []
     for i, (setting, task) in enumerate(zip(sweep.settings, sweep.tasks(), strict=True)):
-        if i in standing.stopped:
-            results.append(SettingResult(setting, setting.task, None, standing.stopped[i]))
+        score = scores[i]
+        if i in standing.stopped or score is None:
+            results.append(SettingResult(setting, setting.task, None, standing.stopped.get(i)))
             continue
         tuned = sweep.backbone_of(i) if isinstance(sweep, FullSweep) else None
-        recorded = _recorded(task, setting, recipe, facts, accuracies[i])
-        results.append(SettingResult(setting, recorded, accuracies[i], backbone=tuned))
+        recorded = _recorded(task, setting, sweep.recipe, facts, {metric_key(objective.metric): score})
+        thresholds = None if standing.thresholds is None else tuple(standing.thresholds[i])
+        answering = replace(recorded, thresholds=thresholds, target_scale=objective.scale)
+        results.append(SettingResult(setting, answering, score, backbone=tuned))
     return tuple(results)
+
+
+def metric_key(metric: str) -> str:
+    """What records call a validation score: validation_accuracy, validation_balanced_accuracy, _map or _r2."""
+    return "validation_" + metric.lower().replace(" ", "_").replace("²", "2")
 
 
 def _preprocessing(backbone: Backbone, image_size: int | None) -> Preprocessing:
@@ -251,21 +293,12 @@ def _check(backbone: Backbone, tasks: Sequence[Task], train: Split, validation: 
     for task in tasks:
         if task.backbone.fingerprint != backbone.fingerprint:
             raise BackboneMismatch(f"task {task.name!r} was made for {task.backbone.name}, not for {backbone.name}.")
-    labels = tasks[0].labels
     for name, split in (("training", train), ("validation", validation)):
         if not len(split):
             raise TrainingError(f"the {name} split holds no images.")
-        if split.labels.min() < 0 or split.labels.max() >= len(labels):
-            raise TrainingError(
-                f"the {name} images hold label number {int(split.labels.max())}, but task {tasks[0].name!r} answers "
-                f"{len(labels)}: {', '.join(labels[:5])}{' …' if len(labels) > 5 else ''}."
-            )
-    if len(set(train.labels.tolist())) < 2:
-        only = labels[int(train.labels[0])]
-        raise TrainingError(f"all training images show {only!r}: there is nothing to tell apart.")
 
 
-def _recorded(task: Task, setting: Setting, recipe: Recipe, facts: Preprocessing, accuracy: float) -> Task:
+def _recorded(task: Task, setting: Setting, recipe: Recipe, facts: Preprocessing, metrics: Mapping[str, float]) -> Task:
     """The task with what it was trained with, for its file."""
     told = {
         **task.record.recipe,
@@ -274,5 +307,4 @@ def _recorded(task: Task, setting: Setting, recipe: Recipe, facts: Preprocessing
         "weight_decays": [setting.weight_decay],
     }
     told["area"] = list(recipe.area)
-    metrics = {"validation_accuracy": accuracy}
     return replace(task, record=replace(task.record, preprocessing=facts, recipe=told, metrics=metrics))

@@ -15,10 +15,11 @@ from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
 from vit_memory.reading import Memory, Readers, place_cells, project_cells, read, seat
 from vit_memory.task import COMPOSABLE
+from vit_memory.training.objective import Objective
 from vit_memory.training.products import Products
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.sweep import MemorySweep, Seen, Setting
-from vit_memory.trunk import Room, Trunk, run_trunk
+from vit_memory.trunk import RoomPerThread, Trunk, run_trunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,12 +33,19 @@ class _Prepared:
 class MaskedSweep(MemorySweep):
     """Settings of `head`, `class` and `memory`, which extend the same frozen parents."""
 
-    def __init__(self, backbone: Backbone, settings: Sequence[Setting], parents: TaskGraph, recipe: Recipe) -> None:
-        super().__init__(backbone, settings, recipe)
+    def __init__(
+        self,
+        backbone: Backbone,
+        settings: Sequence[Setting],
+        parents: TaskGraph,
+        recipe: Recipe,
+        objective: Objective | None = None,
+    ) -> None:
+        super().__init__(backbone, settings, recipe, objective)
         _check(settings, parents)
         self.parents = parents
         self._ready: _Prepared | None = None
-        self._room = Room()
+        self._rooms = RoomPerThread()
         self._seat()
 
     def _seat(self) -> None:
@@ -78,7 +86,7 @@ class MaskedSweep(MemorySweep):
 
     def look(self, images: Tensor) -> Trunk:
         """The trunk of some images, which holds until the next are looked at."""
-        return run_trunk(self.backbone.roles, images, keep=bool(self.reading), room=self._room)
+        return run_trunk(self.backbone.roles, images, keep=bool(self.reading), room=self._rooms.room)
 
     def logits(self, seen: Seen) -> Tensor:
         """Answers (T, B, C) of every setting to the images of a trunk, with a graph to what is trained."""
@@ -86,12 +94,18 @@ class MaskedSweep(MemorySweep):
         features = seen.original.feature.expand(len(self.settings), -1, -1)  # (T, B, D), what `head` settings read
         if self.reading:
             readers = self._prepared().readers
-            read_out = read(self.backbone.roles, readers, seen, run=Products(self._room))[:, self._places]  # (B, R, D)
+            run = Products(self._rooms.room)
+            read_out = read(self.backbone.roles, readers, seen, run=run)[:, self._places]  # (B, R, D)
             if len(self.reading) == len(self.settings):
                 features = read_out.transpose(0, 1)
             else:
                 features = features.index_copy(0, self.tokens.owner, read_out.transpose(0, 1).contiguous())
         return self.answers(features)
+
+    def leaves(self) -> list[Tensor]:
+        """The prepared readers' tensors, and the heads."""
+        made = self._prepared().made if self.reading else ()
+        return [*(leaf for _, leaf in made), self.heads.values, self.biases.values]
 
     def gradients(self) -> list[Tensor]:
         """Those gathered so far: what reached the prepared readers is carried on to what they were made from."""

@@ -18,7 +18,7 @@ class Recipe:
     """All that decides a training besides the data, the backbone and the tasks.
 
     The schedule counts optimiser steps: linear warm-up, then a cosine to zero. Every learning rate is trained with
-    every weight decay, at once; the best by validation accuracy is kept. The default suits small data: a few hundred
+    every weight decay, at once; the best by validation score is kept. The default suits small data: a few hundred
     steps, and rates around the one that was best on three packs of 20 images per class.
 
     >>> Recipe(steps=100, warmup=4).rate_share(4)
@@ -34,12 +34,13 @@ class Recipe:
     clip: float | None = 1.0  # norm of a setting's whole gradient
     warmup: int = 5
     label_smoothing: float = 0.0
+    balance: bool = False  # weigh classes, or presence and absence of a label, as if there were equally many of each
     augment: Augment = "inception"
     flip: bool = True  # not for digits, letters or anything that has a left and a right
     area: tuple[float, float] = (0.35, 1.0)  # of an inception crop
     views: int | None = 8  # fixed views of every image, in turn by epoch, which can be stored; None: always new ones
     evaluate_every: int = 50
-    patience: int | None = None  # looks without a better accuracy before it ends, each setting at its best look
+    patience: int | None = None  # evaluations without a better score before it ends; settings keep their best weights
     chunk: int | None = None  # images whose trunk is held at a time; larger batches are walked in chunks. None: by size
     seed: int = 0
 

@@ -16,21 +16,29 @@ from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
 from vit_memory.model import Outputs
 from vit_memory.reference import dense_forward, dense_pass
-from vit_memory.task import COMPOSABLE, Regime, Task
+from vit_memory.task import COMPOSABLE, Regime, Task, head_output
 from vit_memory.training.masked import MaskedSweep
+from vit_memory.training.objective import Objective
 from vit_memory.training.recipe import Recipe
-from vit_memory.training.sweep import MemorySweep, Seen, Setting, Stack, Sweep, check_alike
+from vit_memory.training.sweep import MemorySweep, Seen, Setting, Stack, Sweep
 from vit_memory.trunk import run_trunk
 
-Build = Callable[[Backbone, Sequence[Setting], TaskGraph, Recipe], Sweep]
+Build = Callable[[Backbone, Sequence[Setting], TaskGraph, Recipe, Objective | None], Sweep]
 
 
 class UnmaskedSweep(MemorySweep):
     """Settings whose cells every token reads: each needs a pass of its own, and a graph through all of it."""
 
-    def __init__(self, backbone: Backbone, settings: Sequence[Setting], parents: TaskGraph, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        settings: Sequence[Setting],
+        parents: TaskGraph,
+        recipe: Recipe,
+        objective: Objective | None = None,
+    ) -> None:
         _refuse_parents(settings, parents)
-        super().__init__(backbone, settings, recipe)
+        super().__init__(backbone, settings, recipe, objective)
 
     def look(self, images: Tensor) -> Tensor:
         """The images: nothing can be computed before a setting's own cells take part."""
@@ -52,10 +60,16 @@ class UnmaskedSweep(MemorySweep):
 class FullSweep(Sweep):
     """Settings that train a whole backbone each, and a head on its original class token."""
 
-    def __init__(self, backbone: Backbone, settings: Sequence[Setting], parents: TaskGraph, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        settings: Sequence[Setting],
+        parents: TaskGraph,
+        recipe: Recipe,
+        objective: Objective | None = None,
+    ) -> None:
         _refuse_parents(settings, parents)
-        super().__init__(backbone, settings, recipe)
-        check_alike(settings)
+        super().__init__(backbone, settings, recipe, objective)
         if backbone.dtype != torch.float32:
             raise TrainingError(f"full fine-tuning needs float32 weights; {backbone.name} is {backbone.dtype}.")
         self._models = [_trainable_copy(backbone) for _ in settings]
@@ -132,7 +146,13 @@ REGIMES: Mapping[Regime, RegimeFacts] = {
 }
 
 
-def sweep_of(backbone: Backbone, settings: Sequence[Setting], parents: TaskGraph, recipe: Recipe) -> Sweep:
+def sweep_of(
+    backbone: Backbone,
+    settings: Sequence[Setting],
+    parents: TaskGraph,
+    recipe: Recipe,
+    objective: Objective | None = None,
+) -> Sweep:
     """The sweep that trains these settings; regimes that see images differently cannot share one."""
     if not settings:
         raise TrainingError("no settings to train.")
@@ -143,7 +163,7 @@ def sweep_of(backbone: Backbone, settings: Sequence[Setting], parents: TaskGraph
             f"the regimes {regimes} cannot be trained at once: only {', '.join(sorted(COMPOSABLE))} share one pass. "
             f"Train the others in runs of their own."
         )
-    return builds.pop()(backbone, settings, parents, recipe)
+    return builds.pop()(backbone, settings, parents, recipe, objective)
 
 
 class Alone(nn.Module):
@@ -160,8 +180,10 @@ class Alone(nn.Module):
         if self.task.regime != "full":
             return dense_forward(self.backbone, [self.task], images)
         original = run_trunk(self.backbone.roles, self.backbone.check_images(images), keep=False).original
-        head, bias = self.task.head_weight.to(original.feature), self.task.head_bias.to(original.feature)
-        return Outputs(original, {self.task.name: F.linear(original.feature, head, bias)})
+        feature, task = original.feature, self.task
+        scale = None if task.target_scale is None else task.target_scale.tensor(feature.device)
+        answer = head_output(feature, task.head_weight.to(feature), task.head_bias.to(feature), scale)
+        return Outputs(original, {task.name: answer})
 
 
 def _refuse_parents(settings: Sequence[Setting], parents: TaskGraph) -> None:

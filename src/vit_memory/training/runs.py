@@ -4,7 +4,7 @@ config.json                  everything that decides the weights, resolved
 log.jsonl                    one line per look at the validation images
 curves.png, tensorboard/     the same lines for the eye
 checkpoint.safetensors       where it stands; resuming goes on from it
-settings.json                every setting with its validation accuracy
+settings.json                every setting with its validation score
 bad-images.tsv               images that were left out, with the reason, if any
 <name>.safetensors           the best setting's task, written last
 <name>.backbone.safetensors  regime `full` only: the backbone that was trained, by the library's names
@@ -26,11 +26,11 @@ from vit_memory.data.sources import Dataset
 from vit_memory.errors import TrainingError
 from vit_memory.files.atomic import write_atomic
 from vit_memory.files.container import write_container
-from vit_memory.task import Regime, Start, Task, new_task
+from vit_memory.task import Kind, Regime, Start, Task, new_task
 from vit_memory.training.cache import Cache
 from vit_memory.training.crew import Crew
 from vit_memory.training.curves import draw_curves, write_events
-from vit_memory.training.loop import FitResult, Progress, SettingResult, fit
+from vit_memory.training.loop import FitResult, Progress, SettingResult, fit, metric_key
 from vit_memory.training.recipe import Recipe
 
 
@@ -43,19 +43,34 @@ class Grid:
     starts: tuple[Start, ...] = ("original",)
     seeds: tuple[int, ...] = (0,)
 
-    def tasks(self, backbone: Backbone, name: str, labels: Sequence[str], parents: Sequence[Task]) -> list[Task]:
+    def tasks(
+        self,
+        backbone: Backbone,
+        name: str,
+        labels: Sequence[str],
+        parents: Sequence[Task],
+        kind: Kind = "single-label",
+    ) -> list[Task]:
         """A fresh task for every point, no two alike."""
         made: dict[tuple[Any, ...], Task] = {}
         for regime, cells, start, seed in product(self.regimes, self.cells, self.starts, self.seeds):
-            kind: Regime = "class" if regime == "memory" and cells == 0 else regime
-            size = 0 if kind in ("head", "class", "full") else cells
+            trained: Regime = "class" if regime == "memory" and cells == 0 else regime
+            size = 0 if trained in ("head", "class", "full") else cells
             # A head knows neither cells, start nor randomness, nor does a backbone: one of them is enough.
-            point = (kind,) if kind in ("head", "full") else (kind, size, start, seed)
+            point = (trained,) if trained in ("head", "full") else (trained, size, start, seed)
             if point in made:
                 continue
             generator = torch.Generator().manual_seed(seed)
             task = new_task(
-                backbone, name, labels, cells=size, regime=kind, start=start, generator=generator, parents=parents
+                backbone,
+                name,
+                labels,
+                cells=size,
+                regime=trained,
+                kind=kind,
+                start=start,
+                generator=generator,
+                parents=parents,
             )
             told = {"start": start, "task_seed": seed}
             made[point] = replace(task, record=replace(task.record, recipe=told))
@@ -76,6 +91,7 @@ def train_run(
     per_class: int | None = None,
     cache: Cache | None = None,
     workers: int = 0,
+    threads: int | None = None,
     on_bad_image: OnBadImage = "fail",
     resume: bool = False,
     report: Callable[[Progress], None] | None = None,
@@ -95,7 +111,7 @@ def train_run(
         raise TrainingError(f"{folder}: no checkpoint to go on from. Begin without --resume.")
     train = dataset.train if per_class is None else dataset.train.per_class(per_class, recipe.seed)
     above = [task for task in parents if task.name in direct_parents]
-    tasks = grid.tasks(backbone, name, dataset.labels, above)
+    tasks = grid.tasks(backbone, name, dataset.labels, above, dataset.kind)
     config = {
         "format": "vit-memory-run/1",
         "name": name,
@@ -103,6 +119,7 @@ def train_run(
         "data": dataset.record(),
         "train_images": len(train),
         "per_class": per_class,
+        "kind": dataset.kind,
         "labels": list(dataset.labels),
         "extends": {task.name: task.digest for task in above},
         "grid": asdict(grid),
@@ -120,7 +137,7 @@ def train_run(
     bad = BadImages()
 
     def note(progress: Progress) -> None:
-        if log is not None and progress.accuracies is not None:
+        if log is not None and progress.scores is not None:
             log.add(progress)
         if report is not None:
             report(progress)
@@ -139,6 +156,7 @@ def train_run(
         image_size=image_size,
         cache=cache,
         workers=workers,
+        threads=threads,
         on_bad_image=on_bad_image,
         bad=bad,
         report=note,
@@ -151,7 +169,7 @@ def train_run(
     if log is not None:
         if bad:
             bad.write(folder / "bad-images.tsv")
-        _write_json(folder / "settings.json", [_row(r) for r in result.settings])
+        _write_json(folder / "settings.json", [_row(r, result.metric) for r in result.settings])
         log.draw([r.setting.name for r in result.settings])
         _save_best(folder, name, result, {"data": dataset.record(), "per_class": per_class})
     crew.wait()
@@ -187,13 +205,14 @@ class _Log:
         lines = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
         rows = {line["step"]: line for line in lines}  # the later of two
         drawn: dict[str, dict[str, list[tuple[int, float]]]] = {}
-        for key in ("losses", "validation_accuracies"):
+        for key in ("losses", "scores"):
             drawn[key] = {
                 name: [(step, rows[step][key][i]) for step in sorted(rows) if rows[step][key][i] is not None]
                 for i, name in enumerate(names)
             }
-        write_atomic(self.folder / "curves.png", [draw_curves(drawn["losses"], drawn["validation_accuracies"])])
-        tags = {"losses": "loss", "validation_accuracies": "validation accuracy"}
+        score = f"validation {lines[0]['metric']}" if lines else "validation"
+        write_atomic(self.folder / "curves.png", [draw_curves(drawn["losses"], drawn["scores"], score)])
+        tags = {"losses": "loss", "scores": score}
         for i, name in enumerate(names):
             scalars = {tag: drawn[key][name] for key, tag in tags.items()}
             place = name.replace(", ", "_").replace(" ", "_")
@@ -223,7 +242,7 @@ def _read_begun(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(begun)
 
 
-def _row(result: SettingResult) -> dict[str, Any]:
+def _row(result: SettingResult, metric: str) -> dict[str, Any]:
     task = result.task
     return {
         "setting": result.setting.name,
@@ -234,7 +253,7 @@ def _row(result: SettingResult) -> dict[str, Any]:
         "start": task.record.recipe.get("start"),
         "seed": task.record.recipe.get("task_seed"),
         "parameters": task.parameters,
-        "validation_accuracy": result.accuracy,
+        metric_key(metric): result.score,
         "stopped_at": result.stopped_at,
     }
 
@@ -248,7 +267,8 @@ def _plain(progress: Progress) -> dict[str, Any]:
     return {
         "step": progress.step,
         "losses": numbers(progress.losses),
-        "validation_accuracies": None if progress.accuracies is None else numbers(progress.accuracies),
+        "metric": progress.metric,
+        "scores": None if progress.scores is None else numbers(progress.scores),
     }
 
 

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vit_memory.backbone import Backbone
 from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
 from vit_memory.task import Task
+from vit_memory.training.objective import Objective, SingleLabel
 from vit_memory.training.recipe import Recipe
 from vit_memory.trunk import Trunk
 
@@ -79,8 +79,14 @@ class Stack:
 class Sweep(ABC):
     """T settings that answer the same labels: their trained tensors, and what their optimiser remembers."""
 
-    def __init__(self, backbone: Backbone, settings: Sequence[Setting], recipe: Recipe) -> None:
+    def __init__(
+        self, backbone: Backbone, settings: Sequence[Setting], recipe: Recipe, objective: Objective | None = None
+    ) -> None:
+        check_alike(settings)
         self.backbone, self.settings, self.recipe = backbone, tuple(settings), recipe
+        if objective is None and settings[0].task.kind != "single-label":
+            raise TrainingError(f"{settings[0].task.name}: a {settings[0].task.kind} task needs an objective.")
+        self.objective = objective or SingleLabel(len(settings[0].task.labels), recipe.label_smoothing)
         self.parents = TaskGraph()
         device = backbone.device
         self.alive = torch.ones(len(settings), dtype=torch.bool, device=device)
@@ -94,29 +100,31 @@ class Sweep(ABC):
 
     @abstractmethod
     def logits(self, seen: Seen) -> Tensor:
-        """Answers (T, B, C) of every setting, with a graph to what is trained."""
+        """Outputs (T, B, C) of every setting, with a graph to the leaves."""
 
     @abstractmethod
     def tasks(self) -> list[Task]:
         """Every setting's task as it is now (at its best look, where these are kept), on the CPU."""
 
-    def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """(T,): each setting's cross-entropy, summed over the images (B,)."""
-        T, B, C = logits.shape
-        each = F.cross_entropy(
-            logits.reshape(T * B, C),
-            labels.repeat(T),
-            reduction="none",
-            label_smoothing=self.recipe.label_smoothing,
-        )
-        return each.view(T, B).sum(1)
+    def leaves(self) -> list[Tensor]:
+        """The tensors that the gradients of a batch are taken for. Made before any piece of the batch is computed."""
+        return [stack.values for stack in self.stacks.values()]
 
-    def learn(self, seen: Seen, labels: Tensor) -> Tensor:
-        """Add the gradients of some images; returns the losses (T,), summed over them."""
-        losses = self.losses(self.logits(seen), labels)
+    def backward(self, seen: Seen, targets: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """The losses (T,) of some images, summed over them, and their gradients for every leaf.
+
+        Nothing is accumulated, so several threads may each compute a piece of a batch; `accumulate` adds them up.
+        """
+        losses = self.objective.losses(self.logits(seen), targets)
         # A stopped setting may be NaN; left out of the sum it gets no gradient, and the others their own.
-        losses[self.alive].sum().backward()
-        return losses.detach()
+        gradients = torch.autograd.grad(losses[self.alive].sum(), self.leaves(), allow_unused=True)
+        return losses.detach(), list(gradients)
+
+    def accumulate(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of a piece, in the order of the leaves."""
+        for leaf, gradient in zip(self.leaves(), gradients, strict=True):
+            if gradient is not None:
+                leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
     def gradients(self) -> list[Tensor]:
         """Those gathered so far, one for every stack."""
@@ -199,9 +207,10 @@ class Sweep(ABC):
 class MemorySweep(Sweep):
     """Settings that learn a class token, memory cells and a head, or some of these."""
 
-    def __init__(self, backbone: Backbone, settings: Sequence[Setting], recipe: Recipe) -> None:
-        super().__init__(backbone, settings, recipe)
-        check_alike(settings)
+    def __init__(
+        self, backbone: Backbone, settings: Sequence[Setting], recipe: Recipe, objective: Objective | None = None
+    ) -> None:
+        super().__init__(backbone, settings, recipe, objective)
         device = backbone.device
         tasks = [setting.task for setting in settings]
         self.reading = [i for i, task in enumerate(tasks) if task.class_token is not None]
@@ -258,5 +267,3 @@ def check_alike(settings: Sequence[Setting]) -> None:
             raise TrainingError(f"{task.name}, {setting.name}: other labels, parents or kind than {settings[0].name}.")
         if task.raw_memory:
             raise TrainingError(f"{setting.name}: imported memory (raw) cannot be trained further.")
-    if first.kind != "single-label":
-        raise TrainingError(f"{first.name}: it is {first.kind}; only single-label tasks can be trained yet.")

@@ -1,0 +1,83 @@
+"""What a task's output says of one image, by the task's kind: a label, the labels that are present, or values."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from vit_memory.task import Task
+
+DEFAULT_THRESHOLD = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class LabelPrediction:
+    """A single-label task: the most probable label."""
+
+    label: str
+    confidence: float
+
+    def text(self) -> str:
+        """For a line of a table."""
+        return f"{self.label} ({100 * self.confidence:.0f} %)"
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"label": self.label, "confidence": round(self.confidence, 6)}
+
+
+@dataclass(frozen=True, slots=True)
+class LabelsPrediction:
+    """A multi-label task: the labels whose probability reaches their threshold, most probable first."""
+
+    present: Mapping[str, float]  # label -> probability
+
+    def text(self) -> str:
+        """For a line of a table."""
+        return ", ".join(f"{label} ({100 * p:.0f} %)" for label, p in self.present.items()) or "none"
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"labels": [{"label": label, "probability": round(p, 6)} for label, p in self.present.items()]}
+
+
+@dataclass(frozen=True, slots=True)
+class ValuesPrediction:
+    """A regression task: each value, in the user's units."""
+
+    values: Mapping[str, float]  # name -> value
+
+    def text(self) -> str:
+        """For a line of a table."""
+        return ", ".join(f"{name} {value:.4g}" for name, value in self.values.items())
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"values": {name: float(f"{value:.7g}") for name, value in self.values.items()}}
+
+
+Prediction = LabelPrediction | LabelsPrediction | ValuesPrediction
+
+
+def predictions(task: Task, outputs: Tensor) -> Iterator[Prediction]:
+    """What the task says of each of B images, from its outputs (B, C).
+
+    >>> task = new_task(backbone, "pets", ["cat", "dog"])
+    >>> next(predictions(task, torch.tensor([[2.0, 0.0]]))).label
+    'cat'
+    """
+    outputs = outputs.float().cpu()
+    if task.kind == "regression":
+        for row in outputs.tolist():
+            yield ValuesPrediction(dict(zip(task.labels, row, strict=True)))
+    elif task.kind == "multi-label":
+        thresholds = task.thresholds or (DEFAULT_THRESHOLD,) * len(task.labels)
+        for row in outputs.sigmoid().tolist():
+            known = zip(task.labels, row, thresholds, strict=True)
+            present = {label: p for label, p, threshold in known if p >= threshold}
+            yield LabelsPrediction(dict(sorted(present.items(), key=lambda item: -item[1])))
+    else:
+        confidences, places = outputs.softmax(-1).max(-1)
+        for confidence, place in zip(confidences.tolist(), places.tolist(), strict=True):
+            yield LabelPrediction(task.labels[place], confidence)
