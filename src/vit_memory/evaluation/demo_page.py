@@ -28,6 +28,7 @@ p { max-width: 44rem; } .soft { color: var(--soft); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; min-width: 34rem; }
 th, td { text-align: left; padding: .45rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 500; }
+td:nth-child(2) { min-width: 13rem; } td:nth-child(3) { white-space: nowrap; }
 td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.6rem, 1fr)); gap: .8rem; }
 figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: .6rem; overflow: hidden; }
@@ -117,7 +118,7 @@ def _line(known: Learned, prediction: Prediction, shown: Demonstration, i: int) 
         answer, truth = [prediction.label], [question.labels[int(target)]]
     right = set(answer) == set(truth)
     mark = '<span class="yes">✓</span>' if right else '<span class="no">✗</span>'
-    correction = "" if right else f' <span class="soft">not {html.escape(", ".join(truth) or "none")}</span>'
+    correction = "" if right else f' <span class="soft">is {html.escape(", ".join(truth) or "none")}</span>'
     return f"{mark} {question.name}: <b>{html.escape(', '.join(answer) or 'none')}</b>{correction}"
 
 

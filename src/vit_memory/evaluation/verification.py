@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from vit_memory.errors import VitMemoryError
 from vit_memory.families import Family, families, family_of
 from vit_memory.model import MemoryViT
 from vit_memory.reference import dense_forward
-from vit_memory.task import Task, new_task
+from vit_memory.task import Kind, TargetScale, Task, new_task
 
 # What rounding may do to logits of unit scale through a whole ViT. Half precision carries 8 or 11 bits.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -36,7 +37,7 @@ class Verdict:
 
 
 def random_tasks(backbone: Backbone, count: int, seed: int) -> list[Task]:
-    """Tasks of all composable regimes and several sizes, in a random acyclic graph, with heads of unit scale."""
+    """Tasks of all composable regimes and kinds and several sizes, in a random acyclic graph, of unit scale."""
     chance = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
 
@@ -46,20 +47,24 @@ def random_tasks(backbone: Backbone, count: int, seed: int) -> list[Task]:
     tasks: list[Task] = []
     for i in range(count):
         regime = chance.choice(("memory", "memory", "memory", "class", "head"))
+        kind = chance.choice(get_args(Kind))
         parents = [task.name for task in tasks if chance.random() < 0.3]
         fresh = new_task(
             backbone,
             f"task-{i}",
             [str(c) for c in range(chance.randint(1, 6))],
             regime=regime,  # type: ignore[arg-type]
+            kind=kind,
             cells=chance.choice((1, 2, 5, 9)) if regime == "memory" else None,
             parents=parents,
             generator=generator,
         )
-        token = fresh.class_token
+        token, count = fresh.class_token, len(fresh.labels)
         tasks.append(
             replace(
                 fresh,
+                thresholds=tuple(chance.random() for _ in range(count)) if kind == "multi-label" else None,
+                target_scale=_random_scale(chance, count) if kind == "regression" else None,
                 class_token=None if token is None else token + drawn(token, 0.5),
                 memory=drawn(fresh.memory, 0.5),
                 head_weight=drawn(fresh.head_weight, backbone.width**-0.5),
@@ -67,6 +72,11 @@ def random_tasks(backbone: Backbone, count: int, seed: int) -> list[Task]:
             )
         )
     return tasks
+
+
+def _random_scale(chance: random.Random, count: int) -> TargetScale:
+    mean, std = zip(*((chance.uniform(-1, 1), chance.uniform(0.5, 1.5)) for _ in range(count)), strict=True)
+    return TargetScale(mean, std)
 
 
 def verify(

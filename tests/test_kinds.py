@@ -1,0 +1,495 @@
+"""Every kind of task, single-label, multi-label and regression, end to end: same pass, same promises, own scores."""
+
+import csv
+import io
+import json
+import math
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from sklearn import metrics as sklearn
+from typer.testing import CliRunner
+
+from builders import ROUNDING, images, library_model, tiny_backbone, trained, worst
+from data.test_sources import as_png
+from training.test_sweep import FACTS, assert_same_weights
+from vit_memory import MemoryViT, Task, load_backbone, new_task
+from vit_memory.cli import app
+from vit_memory.data.images import ImageArray
+from vit_memory.data.splits import Split
+from vit_memory.errors import BackboneMismatch, TaskError, TrainingError
+from vit_memory.evaluation.metrics import score, score_labels, score_values
+from vit_memory.predictions import predictions
+from vit_memory.ranking import average_precision, best_thresholds
+from vit_memory.reference import dense_forward
+from vit_memory.task import TargetScale
+from vit_memory.training.cache import Cache
+from vit_memory.training.loop import fit
+from vit_memory.training.objective import MultiLabel, Regression, SingleLabel
+from vit_memory.training.recipe import Recipe
+
+KINDS = ("single-label", "multi-label", "regression")
+LABELS = ("red", "green", "blue")
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return load_backbone(tiny_backbone().model, preprocessing=FACTS)
+
+
+# ------------------------------------------------------------------------------------------- promises 1 to 4, mixed
+
+
+@st.composite
+def mixed_graphs(draw):
+    """Any acyclic graph of up to six tasks of all kinds and regimes."""
+    tasks = []
+    for i in range(draw(st.integers(1, 6))):
+        kind = draw(st.sampled_from(KINDS))
+        regime = draw(st.sampled_from(["memory", "class", "head"]))
+        parents = [task.name for task in tasks if draw(st.booleans())]
+        task = trained(tiny_backbone(), f"task-{i}", regime=regime, parents=parents, kind=kind)
+        if kind == "regression" and draw(st.booleans()):
+            task = replace(task, target_scale=TargetScale((0.5, -1.0, 0.0), (0.7, 1.3, 1.0)))
+        if kind == "multi-label" and draw(st.booleans()):
+            task = replace(task, thresholds=(0.2, 0.5, 0.9))
+        tasks.append(task)
+    return draw(st.permutations(tasks))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(tasks=mixed_graphs(), batch=st.integers(1, 3), half=st.booleans())
+def test_promises_1_to_4_hold_for_graphs_that_mix_all_kinds(tmp_path_factory, tasks, batch, half):
+    family, library = library_model("vit")
+    backbone, pixels = tiny_backbone(), images(batch)
+    model = MemoryViT(backbone, tasks)
+    outputs, dense = model(pixels), dense_forward(backbone, tasks, pixels)
+    with torch.no_grad():
+        assert torch.equal(outputs.original.logits, family.library_forward(library, pixels)["logits"])
+    folder = tmp_path_factory.mktemp("files")
+    for task in tasks:
+        company = [model.tasks[name] for name in model.tasks.with_ancestors((task.name,))]
+        alone = MemoryViT(backbone, company)(pixels, [task.name])[task.name]
+        assert worst(outputs[task.name], dense[task.name]) <= ROUNDING
+        assert worst(outputs[task.name], alone) <= ROUNDING
+        path = folder / f"{task.name}.safetensors"
+        task.save(path, half=half)
+        again = Task.load(path)
+        assert (again.kind, again.thresholds, again.target_scale) == (task.kind, task.thresholds, task.target_scale)
+        if not half:
+            assert again.digest == task.digest
+        with pytest.raises(BackboneMismatch):
+            MemoryViT(tiny_backbone("deit"), [replace(again, parents=(), parent_digests={})])
+
+
+def test_a_file_without_thresholds_or_scale_is_still_format_1_to_the_byte(tmp_path):
+    plain = trained(tiny_backbone(), "plain", kind="regression")
+    scaled = replace(plain, target_scale=TargetScale((1.0,) * 3, (2.0,) * 3))
+    for task, version in ((plain, 1), (scaled, 2)):
+        task.save(tmp_path / "task")
+        assert f'"format":"vit-memory-task/{version}"'.encode() in (tmp_path / "task").read_bytes()[:400]
+    plain.save(tmp_path / "task")
+    assert b"target_scale" not in (tmp_path / "task").read_bytes()
+    assert plain.digest != scaled.digest
+
+
+def test_values_far_from_zero_keep_their_precision_in_half_files(tmp_path):
+    """A year around 1987 has no two halves in float16; the scale is kept beside the head, in full."""
+    task = trained(tiny_backbone(), "year", labels=["year"], kind="regression")
+    task = replace(task, target_scale=TargetScale((1987.4,), (3.0,)))
+    task.save(tmp_path / "full")
+    task.save(tmp_path / "half", half=True)
+    full, half = (
+        MemoryViT(tiny_backbone(), [Task.load(tmp_path / name)])(images(4))["year"] for name in ("full", "half")
+    )
+    assert full.dtype == torch.float32
+    assert worst(full, half) < 0.02
+
+
+def test_what_does_not_belong_to_a_kind_is_refused():
+    task = trained(tiny_backbone(), "task", kind="multi-label")
+    with pytest.raises(TaskError, match="a target scale belongs to regression tasks, this one is multi-label"):
+        replace(task, target_scale=TargetScale((0.0,) * 3, (1.0,) * 3))
+    with pytest.raises(TaskError, match="expected 3 thresholds between 0 and 1"):
+        replace(task, thresholds=(0.5, 0.5))
+    with pytest.raises(TaskError, match="standard deviation above 0 for each of 3 values"):
+        replace(task, kind="regression", target_scale=TargetScale((0.0,) * 3, (1.0, 0.0, 1.0)))
+
+
+# ------------------------------------------------------------------------------------------------ promise 5, training
+
+
+def tinted(count, seed, kind):
+    """Noise with a tint in some of the three colours: which, which of them, or how much of each."""
+    rng = np.random.default_rng(seed)
+    strength = rng.uniform(0, 1, (count, 3)).astype(np.float32)
+    if kind == "single-label":
+        targets = np.arange(count) % 3
+        strength = np.eye(3, dtype=np.float32)[targets]
+    elif kind == "multi-label":
+        targets = (strength > 0.5).astype(np.float32)
+        strength = targets
+    else:
+        targets = 100 + 10 * strength.astype(np.float64)
+    pixels = rng.integers(60, 160, (count, 32, 32, 3)) + 60 * strength[:, None, None, :]
+    return Split.of(ImageArray.whole("tinted", pixels.astype(np.uint8)), targets, kind)
+
+
+def fresh(backbone, kind, cells=2, seed=0, parents=()):
+    generator = torch.Generator().manual_seed(seed)
+    return new_task(backbone, "tint", LABELS, cells=cells, kind=kind, generator=generator, parents=parents)
+
+
+RECIPE = Recipe(steps=10, batch=12, learning_rates=(0.05, 0.2), evaluate_every=5, views=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_promise_5_holds_for_every_kind_on_a_parent_of_another(backbone, tmp_path, kind):
+    parent = trained(backbone, "parent", kind=KINDS[(KINDS.index(kind) + 1) % 3])
+    tasks = [fresh(backbone, kind, 2, parents=[parent]), fresh(backbone, kind, 4, 1, parents=[parent])]
+    before = {name: value.clone() for name, value in backbone.model.state_dict().items()}
+    data = (tinted(40, 1, kind), tinted(20, 2, kind))
+
+    def run(tasks=tasks, recipe=RECIPE, **options):
+        return fit(backbone, tasks, *data, recipe, parents=[parent], **options)
+
+    live, again = run(cache=Cache("off")), run(cache=Cache("off"), workers=2)
+    assert [r.task.digest for r in live.settings] == [r.task.digest for r in again.settings]
+    assert all(torch.equal(value, before[name]) for name, value in backbone.model.state_dict().items())
+    stored = run(cache=Cache("disk", "float32", tmp_path / "store"))
+    for a, b in zip(live.settings, stored.settings, strict=True):
+        assert_same_weights(a.task, b.task, atol=1e-5)
+    solo = run([tasks[1]], replace(RECIPE, learning_rates=(0.2,)), cache=Cache("off")).best
+    assert_same_weights(solo.task, live.settings[3].task, atol=1e-5)
+
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def stop(progress):
+        if progress.step == 7:
+            raise Stop
+
+    with pytest.raises(Stop):
+        run(cache=Cache("off"), report=stop, checkpoint=tmp_path / "c", checkpoint_every=3)
+    for _ in range(2):  # the second time there is nothing left to do
+        resumed = run(cache=Cache("off"), checkpoint=tmp_path / "c", resume=True)
+        assert [r.task.digest for r in resumed.settings] == [r.task.digest for r in live.settings]
+        assert [r.score for r in resumed.settings] == [r.score for r in live.settings]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_task_learns_and_its_score_is_that_of_the_model_and_scikit_learn(backbone, kind):
+    validation = tinted(60, 2, kind)
+    recipe = Recipe(steps=80, batch=24, learning_rates=(0.1, 0.3), evaluate_every=40, augment="none")
+    result = fit(backbone, [fresh(backbone, kind, 5)], tinted(120, 1, kind), validation, recipe)
+    assert result.metric == {"single-label": "accuracy", "multi-label": "mAP", "regression": "R²"}[kind]
+    assert result.best.score > {"single-label": 0.8, "multi-label": 0.85, "regression": 0.5}[kind]
+    from vit_memory.data.loading import Loader
+    from vit_memory.data.transforms import Evaluation
+
+    (batch,) = Loader(validation, Evaluation(FACTS), 60).batches()
+    outputs = MemoryViT(backbone, [result.best.task])(batch.images)["tint"]
+    expected = {
+        "single-label": lambda: sklearn.accuracy_score(batch.targets, outputs.argmax(1)),
+        "multi-label": lambda: sklearn.average_precision_score(batch.targets, outputs),
+        "regression": lambda: sklearn.r2_score(batch.targets, outputs),
+    }[kind]()
+    assert result.best.score == pytest.approx(expected, abs=2e-3)
+    if kind == "regression":
+        assert outputs.mean() == pytest.approx(105, abs=2)  # in the user's units
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_give_the_weights_of_one_and_the_same_bits_each_time(backbone, tmp_path, threads):
+    data = (tinted(40, 1, "multi-label"), tinted(20, 2, "multi-label"))
+    recipe = replace(RECIPE, batch=32)
+
+    def run(**options):
+        return fit(backbone, [fresh(backbone, "multi-label")], *data, recipe, **options)
+
+    before = torch.get_num_threads()
+    plain = run(threads=1)
+    first, again = run(threads=threads), run(threads=threads)
+    assert torch.get_num_threads() == before
+    for a, b, c in zip(plain.settings, first.settings, again.settings, strict=True):
+        assert_same_weights(a.task, b.task, atol=1e-5)
+        assert b.task.digest == c.task.digest
+    # A resumed training goes on with the number of threads it was begun with, whatever is asked for now.
+    run(threads=threads, checkpoint=tmp_path / "whole")
+
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def stop(progress):
+        if progress.stage == "training" and progress.step == 6:
+            raise Stop
+
+    with pytest.raises(Stop):
+        run(threads=threads, report=stop, checkpoint=tmp_path / "cut", checkpoint_every=5)
+    resumed = run(threads=1, checkpoint=tmp_path / "cut", resume=True)
+    assert [r.task.digest for r in resumed.settings] == [r.task.digest for r in first.settings]
+
+
+def test_an_error_in_one_thread_is_raised_and_torch_has_its_threads_back(backbone):
+    from vit_memory.parallel import PieceThreads
+
+    before = torch.get_num_threads()
+
+    def fail(i):
+        if i == 1:
+            raise ValueError("piece 1")
+        return i
+
+    with pytest.raises(ValueError, match="piece 1"), PieceThreads(torch.device("cpu"), 2) as threads:
+        threads.map(fail, [0, 1, 2])
+    assert torch.get_num_threads() == before
+
+
+# -------------------------------------------------------------------------------------------------- what is not known
+
+
+def test_what_is_not_known_has_no_part_in_the_loss_or_the_score():
+    outputs = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+    known = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    partly = known.clone()
+    partly[1] = math.nan
+    partly[3, 2] = math.nan
+    scale = TargetScale((0.0,) * 3, (1.0,) * 3)
+    for objective in (MultiLabel(partly), Regression(scale)):
+        changed = outputs.clone()
+        changed[:, 1] += 5.0
+        changed[:, 3, 2] -= 7.0
+        results = []
+        for given_outputs in (outputs, changed):
+            sums = objective.start(2, torch.device("cpu"))
+            objective.add(sums, given_outputs, partly, torch.arange(4))
+            results.append((objective.losses(given_outputs, partly), objective.scores(sums)))
+        for first, second in zip(*results, strict=True):
+            torch.testing.assert_close(first, second)
+            assert first.isfinite().all()
+
+
+def test_balanced_weights_make_every_class_count_alike():
+    logits = torch.randn(1, 30, 2, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([0] * 27 + [1] * 3)
+    from vit_memory.training.objective import objective_for
+
+    task = trained(tiny_backbone(), "task", labels=["often", "rare"])
+    split = Split(ImageArray.whole("x", np.zeros((30, 1, 1, 3), np.uint8)), labels.numpy(), (b"",) * 30)
+    objective = objective_for(task, Recipe(balance=True), split, split)
+    assert isinstance(objective, SingleLabel)
+    assert objective.metric == "balanced accuracy"
+    each = torch.nn.functional.cross_entropy(logits[0], labels, reduction="none")
+    expected = 15 * (each[:27].mean() + each[27:].mean())
+    torch.testing.assert_close(objective.losses(logits, labels)[0], expected)
+    sums = objective.start(1, torch.device("cpu"))
+    objective.add(sums, logits, labels, torch.arange(30))
+    expected = sklearn.balanced_accuracy_score(labels, logits[0].argmax(1))
+    assert float(objective.scores(sums)[0]) == pytest.approx(expected)
+
+
+def test_data_with_nothing_to_learn_from_is_refused(backbone):
+    constant = tinted(12, 1, "regression")
+    constant.targets[:, 1] = 7.0
+    with pytest.raises(TrainingError, match="green: all training images have 7: there is nothing to learn"):
+        fit(backbone, [fresh(backbone, "regression")], constant, tinted(6, 2, "regression"), RECIPE)
+    empty = tinted(12, 1, "multi-label")
+    empty.targets[:] = 0.0
+    with pytest.raises(TrainingError, match="nothing to tell apart"):
+        fit(backbone, [fresh(backbone, "multi-label")], empty, tinted(6, 2, "multi-label"), RECIPE)
+    with pytest.raises(TrainingError, match="is regression, but the training images are multi-label"):
+        fit(backbone, [fresh(backbone, "regression")], empty, empty, RECIPE)
+    values = tinted(12, 1, "regression")
+    with pytest.raises(TrainingError, match="balancing and label smoothing are for labels"):
+        fit(backbone, [fresh(backbone, "regression")], values, values, replace(RECIPE, balance=True))
+
+
+# ------------------------------------------------------------------------------------------------------------ metrics
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(2, 40), labels=st.integers(1, 5), seed=st.integers(0, 1000), ties=st.booleans())
+def test_multi_label_scores_are_those_of_scikit_learn(n, labels, seed, ties):
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(n, labels))
+    logits = np.round(logits) if ties else logits
+    truth = (rng.random((n, labels)) < 0.4).astype(np.float64)
+    found = score_labels(torch.from_numpy(logits), torch.from_numpy(truth), [str(i) for i in range(labels)])
+    answered = (logits >= 0).astype(int)
+    shown = truth.any(0)
+    if shown.any():
+        precisions = [sklearn.average_precision_score(truth[:, i], logits[:, i]) for i in np.flatnonzero(shown)]
+        assert found.mean_average_precision == pytest.approx(np.mean(precisions))
+        assert found.macro_f1 == pytest.approx(
+            np.mean([sklearn.f1_score(truth[:, i], answered[:, i], zero_division=0) for i in np.flatnonzero(shown)])
+        )
+    assert found.subset_accuracy == pytest.approx((truth == answered).all(1).mean())
+    for i, one in enumerate(found.per_label.values()):
+        assert one.images == truth[:, i].sum()
+        assert (one.average_precision is None) == (not shown[i])
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 30), seed=st.integers(0, 1000))
+def test_thresholds_reach_the_best_f1_there_is(n, seed):
+    rng = np.random.default_rng(seed)
+    scores = np.round(rng.random((n, 1)), 1)
+    truth = (rng.random((n, 1)) < 0.5).astype(np.float64)
+    threshold = float(best_thresholds(torch.from_numpy(scores), torch.from_numpy(truth))[0])
+    if not truth.any():
+        assert threshold == 0.5
+        return
+    candidates = [sklearn.f1_score(truth[:, 0], scores[:, 0] >= cut, zero_division=0) for cut in np.unique(scores)]
+    assert sklearn.f1_score(truth[:, 0], scores[:, 0] >= threshold) == pytest.approx(max(candidates))
+    assert average_precision(torch.from_numpy(scores), torch.from_numpy(truth))[0] <= 1 + 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(2, 40), seed=st.integers(0, 1000))
+def test_regression_scores_are_those_of_scikit_learn_and_their_intervals_hold_them(n, seed):
+    rng = np.random.default_rng(seed)
+    truth = rng.normal(100, 5, (n, 2))
+    answers = truth + rng.normal(0, 2, (n, 2))
+    found = score_values(torch.from_numpy(answers), torch.from_numpy(truth), ["a", "b"])
+    for i, one in enumerate(found.per_value.values()):
+        assert one.mae == pytest.approx(sklearn.mean_absolute_error(truth[:, i], answers[:, i]))
+        assert one.rmse == pytest.approx(math.sqrt(sklearn.mean_squared_error(truth[:, i], answers[:, i])))
+        assert one.r2 == pytest.approx(sklearn.r2_score(truth[:, i], answers[:, i]))
+        assert one.mae_interval[0] <= one.mae_interval[1]
+
+
+def test_macro_f1_and_balanced_accuracy_stand_beside_accuracy():
+    logits = torch.tensor([[2.0, 0, 0]] * 8 + [[0, 2.0, 0]] * 2)
+    truth = torch.tensor([0] * 7 + [1] * 3)
+    found = score(logits, truth, "abc")
+    assert found.balanced_accuracy == pytest.approx(sklearn.balanced_accuracy_score(truth, logits.argmax(1)))
+    assert found.macro_f1 == pytest.approx(sklearn.f1_score(truth, logits.argmax(1), average="macro"))
+
+
+def test_predictions_say_what_is_present_or_how_much():
+    backbone = tiny_backbone()
+    several = replace(trained(backbone, "several", kind="multi-label"), thresholds=(0.9, 0.2, 0.5))
+    (found,) = predictions(several, torch.tensor([[1.0, 0.0, 2.0]]))
+    assert list(found.present) == ["c", "b"]
+    assert found.as_json()["labels"][0]["probability"] == pytest.approx(0.880797)
+    values = trained(backbone, "much", labels=["height"], kind="regression")
+    (found,) = predictions(values, torch.tensor([[1.25]]))
+    assert found.as_json() == {"values": {"height": 1.25}}
+    assert "height 1.25" in found.text()
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Sixty small pictures with a tint, and tables that say so in every way."""
+    root = tmp_path_factory.mktemp("place")
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(60):
+        present = rng.random(3) < 0.5
+        pixels = (rng.integers(40, 120, (24, 24, 3)) + 100 * present).astype(np.uint8)
+        (root / f"{i}.png").write_bytes(as_png(pixels))
+        rows.append((f"{i}.png", present, float(pixels.mean())))
+    names = np.array(LABELS)
+    with (root / "cells.csv").open("w", newline="") as file:
+        cells = [(name, ";".join(names[present]) or ";") for name, present, _ in rows]
+        csv.writer(file).writerows([("file", "label"), *cells])
+    with (root / "columns.csv").open("w", newline="") as file:
+        flags = [(name, *(int(p) for p in present)) for name, present, _ in rows]
+        csv.writer(file).writerows([("file", *LABELS), *flags])
+    with (root / "lists.jsonl").open("w") as file:
+        file.writelines(json.dumps({"file": n, "label": names[p].tolist()}) + "\n" for n, p, _ in rows)
+    with (root / "value.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [("file", "level", "double"), *((n, f"{v:.3f}", f"{2 * v:.3f}") for n, _, v in rows)]
+        )
+    return root
+
+
+QUICK = ("--steps", "8", "--views", "1", "--evaluate-every", "4", "--lr", "0.1")
+
+
+def command(place, *words):
+    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=True)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("table", "columns"),
+    [("cells.csv", ()), ("lists.jsonl", ()), ("columns.csv", ("--label-column", "red,green,blue"))],
+)
+def test_several_labels_per_image_from_every_layout(place, tmp_path, table, columns):
+    data = place / table
+    said = command(place, "train", data, "--name", "tint", "--out", tmp_path / "run", *QUICK, *columns)
+    assert "kind: multi-label" in said.output
+    assert "validation mAP" in said.output
+    file = tmp_path / "run/tint.safetensors"
+    task = Task.load(file)
+    assert (task.kind, set(task.labels)) == ("multi-label", set(LABELS))
+    assert len(task.thresholds) == 3
+    assert task.record.metrics.keys() == {"validation_map"}
+    scores = json.loads(command(place, "evaluate", file, "--data", data, "--json").stdout)["tasks"]["tint"]
+    assert scores["kind"] == "multi-label"
+    assert set(scores["per_label"]) == set(LABELS)
+    assert "mAP" in command(place, "evaluate", file, "--data", data).stdout
+    assert "thresholds" in command(place, "inspect", file, "--json").stdout
+    lines = command(place, "predict", place / "0.png", "--bundle", file, "--format", "jsonl").stdout.splitlines()
+    assert "labels" in json.loads(lines[-1])["tasks"]["tint"]
+
+
+def test_numbers_per_image_are_answered_in_their_units_beside_other_kinds(place, tmp_path):
+    data = place / "value.csv"
+    columns = ("--label-column", "level,double")
+    command(place, "train", place / "cells.csv", "--name", "tint", "--out", tmp_path / "tint", *QUICK)
+    parent = tmp_path / "tint/tint.safetensors"
+    out = ("--out", tmp_path / "run")
+    said = command(place, "train", data, "--name", "level", *out, "--extends", parent, *QUICK, *columns)
+    assert "kind: regression (the columns level, double hold numbers)" in said.output
+    file = tmp_path / "run/level.safetensors"
+    assert Task.load(file).target_scale is not None
+    folder = tmp_path / "zoo"
+    command(place, "bundle", "create", folder, parent, file)
+    scores = json.loads(command(place, "evaluate", folder, "--task", "level", "--data", data, "--json").stdout)
+    assert set(scores["tasks"]["level"]["per_value"]) == {"level", "double"}
+    page = command(place, "evaluate", folder, "--task", "level", "--data", data).stdout
+    assert all(title in page for title in ("R²", "MAE", "RMSE", "95 % interval"))
+    table = command(place, "predict", place / "0.png", place / "1.png", "--bundle", folder, "--format", "csv").stdout
+    rows = list(csv.DictReader(io.StringIO(table[table.index("image,") :])))
+    assert set(rows[0]) == {"image", "tint", "tint probabilities", "level level", "level double", "error"}
+    assert 40 < float(rows[0]["level level"]) < 260
+    assert "level 1" in command(place, "predict", place / "0.png", "--bundle", folder).stdout.replace("level: ", "")
+
+
+def test_kinds_are_told_by_the_cells_and_can_be_said(place, tmp_path):
+    said = json.loads(command(place, "data", place / "value.csv", "--label-column", "level", "--json").stdout)
+    assert (said["kind"], said["labels"]) == ("regression", ["level"])
+    assert said["values"]["level"]["min"] < said["values"]["level"]["max"]
+    table = tmp_path / "t.csv"
+    table.write_text("file,label\n" + "".join(f"{place / f'{i}.png'},{i % 3}\n" for i in range(30)))
+    assert json.loads(command(place, "data", table, "--json").stdout)["kind"] == "single-label"  # class numbers
+    assert json.loads(command(place, "data", table, "--kind", "regression", "--json").stdout)["kind"] == "regression"
+    table.write_text(table.read_text().replace(",0\n", ",\n"))
+    said = json.loads(command(place, "data", table, "--kind", "regression", "--json").stdout)
+    assert sum(split["unknown"] for split in said["splits"].values()) == 10
+    wrong = CliRunner().invoke(app, ["data", str(place / "cells.csv"), "--kind", "regression"])
+    assert "rows cannot be used. line 2: label is" in str(wrong.exception)
+
+
+def test_the_papers_recipe_and_randaugment_can_be_asked_for(place, tmp_path):
+    pytest.importorskip("torchvision")
+    words = ("--augment", "randaugment", "--recipe", "paper", "--steps", "2", "--batch", "16", "--evaluate-every", "2")
+    command(place, "train", place / "cells.csv", "--name", "tint", "--out", tmp_path / "run", "--lr", "0.1", *words)
+    recipe = json.loads((tmp_path / "run/config.json").read_text())["recipe"]
+    assert (recipe["augment"], recipe["views"], recipe["area"], recipe["steps"]) == (
+        "randaugment",
+        None,
+        [0.08, 1.0],
+        2,
+    )
