@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
+from itertools import count
 
 import pytest
 import torch
@@ -83,6 +85,43 @@ def test_a_run_is_resumed_to_the_same_task_and_never_replaced(photos, backbone, 
     assert resumed.digest == Task.load(tmp_path / "old.safetensors").digest
     nothing = train(photos, backbone, tmp_path / "empty", "--resume")
     assert "no checkpoint to go on from" in str(nothing.exception)
+
+
+def stopped_after(steps, monkeypatch):
+    """From here on, a training is asked to stop after so many steps, as by Ctrl-C."""
+
+    @contextmanager
+    def stopping():
+        asked = count(1)
+        yield lambda: next(asked) >= steps
+
+    monkeypatch.setattr("vit_memory.cli.train.stopping", stopping)
+
+
+@pytest.mark.parametrize(
+    "torn",
+    [b'{"torn', b'{"time": 1.5, "step": 4, "losses": [0.1', b"\0" * 40, b"\xc3"],
+    ids=["a word", "most of a line", "zeros", "half a letter"],
+)
+def test_a_log_whose_last_line_was_cut_off_does_not_keep_a_run_from_ending(
+    photos, backbone, tmp_path, monkeypatch, torn
+):
+    run = tmp_path / "run"
+    options = ["--lr", "0.1", "--cache", "off"]
+    with monkeypatch.context() as patch:
+        stopped_after(3, patch)
+        said = train(photos, backbone, run, *options)
+        assert said.exit_code == 130, (said.output, said.exception)
+    with (run / "log.jsonl").open("ab") as file:
+        file.write(torn)
+    said = train(photos, backbone, run, *options, "--resume")
+    assert said.exit_code == 0, (said.output, said.exception)
+    first, cut_off, last, end = (run / "log.jsonl").read_bytes().split(b"\n")
+    assert [json.loads(line)["step"] for line in (first, last)] == [2, 4]
+    assert (cut_off, end) == (torn, b"")
+    assert (run / "curves.png").exists()
+    assert train(photos, backbone, tmp_path / "whole", *options).exit_code == 0
+    assert Task.load(run / "birds.safetensors").digest == Task.load(tmp_path / "whole/birds.safetensors").digest
 
 
 @pytest.mark.parametrize(
