@@ -36,7 +36,7 @@ def photos(tmp_path):
 
 def train(photos, backbone, out, *more, name="birds"):
     words = ["train", photos, "--name", name, "--backbone", backbone, "--out", str(out), "--steps", "4", "--batch", "8"]
-    return CliRunner().invoke(app, [*words, "--workers", "0", "--evaluate-every", "2", *more])
+    return CliRunner().invoke(app, [*words, "--evaluate-every", "2", *more])
 
 
 def test_a_folder_of_images_becomes_a_task_file_that_answers(photos, backbone, tmp_path):
@@ -96,6 +96,22 @@ def stopped_after(steps, monkeypatch):
         yield lambda: next(asked) >= steps
 
     monkeypatch.setattr("vit_memory.cli.train.stopping", stopping)
+
+
+def test_a_disk_store_serves_a_second_training_and_its_resumption(photos, backbone, tmp_path, monkeypatch):
+    more = ["--cache", "disk", "--cache-dir", str(tmp_path / "store")]
+    for name in ("first", "second"):
+        said = train(photos, backbone, tmp_path / name, *more, name=name)
+        assert said.exit_code == 0, (said.output, said.exception)
+    with monkeypatch.context() as patch:
+        stopped_after(3, patch)
+        assert train(photos, backbone, tmp_path / "third", *more, name="third").exit_code == 130
+    for name in ("second", "third"):  # one has ended, the other has not
+        said = train(photos, backbone, tmp_path / name, *more, "--resume", name=name)
+        assert said.exit_code == 0, (said.output, said.exception)
+    tasks = [Task.load(tmp_path / name / f"{name}.safetensors") for name in ("first", "second", "third")]
+    assert len({task.digest for task in tasks}) == 1
+    assert len(list((tmp_path / "store").iterdir())) == 2  # of the training and of the validation images
 
 
 @pytest.mark.parametrize(
@@ -160,7 +176,7 @@ def test_a_regime_that_stands_alone_is_trained_and_evaluated_like_any(photos, ba
     assert said.exit_code == 0, (said.output, said.exception)
     file = tmp_path / "run/birds.safetensors"
     assert (tmp_path / "run/birds.backbone.safetensors").exists() == (regime == "full")
-    words = ["evaluate", str(file), "--data", photos, "--split", "validation", "--workers", "0", "--json"]
+    words = ["evaluate", str(file), "--data", photos, "--split", "validation", "--json"]
     scored = CliRunner().invoke(app, words)
     assert scored.exit_code == 0, scored.exception
     accuracy = Task.load(file).record.metrics["validation_accuracy"]
@@ -188,7 +204,7 @@ def test_curves_are_a_picture_and_events_that_tensorboard_frames(photos, backbon
 
 def command(photos, backbone, out, *more):
     words = ["train", photos, "--name", "birds", "--backbone", backbone, "--out", str(out), "--batch", "8", *more]
-    return ["-m", "vit_memory", *words, "--workers", "0", "--lr", "0.05,0.2"]
+    return ["-m", "vit_memory", *words, "--lr", "0.05,0.2"]
 
 
 @pytest.mark.slow

@@ -50,6 +50,11 @@ class BadImages:
     def __len__(self) -> int:
         return len(self.reasons)
 
+    @property
+    def first(self) -> BadImage | None:
+        """The one that was found first, if any."""
+        return next((BadImage(name, reason) for name, reason in self.reasons.items()), None)
+
     def write(self, path: Path) -> None:
         """One line each: name, tab, reason."""
         lines = [f"{name}\t{reason}\n" for name, reason in sorted(self.reasons.items())]
@@ -85,19 +90,19 @@ class Loader:
         A plan of many epochs keeps the workers busy across their borders.
         """
         work = _Work(self.split, self.transform, groups, seed, self.on_bad_image)
+        workers = min(self.workers, len(groups))
         made: Any = (
             (work[i] for i in range(len(groups)))
-            if self.workers == 0
+            if workers == 0  # none were asked for, or there is nothing to load
             else DataLoader(
                 work,
                 batch_size=None,
-                num_workers=min(self.workers, len(groups)),
+                num_workers=workers,
                 prefetch_factor=4,
                 worker_init_fn=_one_thread,
                 generator=torch.Generator(),  # the caller's randomness is left alone
             )
         )
-        good = 0
         for result in made:
             if isinstance(result, BadImage):
                 advice = "Mend or remove it, or leave bad images out: --on-bad-image skip"
@@ -105,12 +110,32 @@ class Loader:
             images, indices, bad = result
             for name, reason in bad:
                 self.bad.add(name, reason)
-            good += len(indices)
             labels = torch.from_numpy(self.split.labels)[indices]
             yield Batch(self.transform.normalised(images), labels, indices)
-        if groups and not good:
-            name, reason = next(iter(self.bad.reasons.items()))
-            raise DataError(f"not one image can be used; the first, {name}: {reason}")
+
+    def check_usable(self, what: str) -> None:
+        """Raise DataError if not one image of the split can be loaded; `what` is "training image" or the like.
+
+        Stops at the first good image, so it costs one image as a rule. Where bad images are not skipped, the first of
+        them raises when it is loaded, and nothing is checked here.
+        """
+        if self.on_bad_image == "fail":
+            return
+        first: BadImage | None = None
+        for place in range(len(self.split)):
+            try:
+                load_one(self.split, place, self.transform, view_seed(0, 0, place))
+            except BadImage as error:
+                first = first or error
+            else:
+                return
+        raise nothing_usable(what, first)
+
+
+def nothing_usable(what: str, first: BadImage | None) -> DataError:
+    """The error for images that are all bad; `what` is "training image" or the like."""
+    reason = "" if first is None else f"; the first, {first}"
+    return DataError(f"not one {what} can be used{reason}. vit-memory data lists all bad images.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

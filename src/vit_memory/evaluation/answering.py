@@ -12,7 +12,7 @@ from torch import Tensor
 from vit_memory.backbone import Backbone, load_backbone
 from vit_memory.data.decoding import EXTENSIONS
 from vit_memory.data.images import ImageFiles
-from vit_memory.data.loading import BadImages, Loader, OnBadImage
+from vit_memory.data.loading import BadImages, Loader, OnBadImage, nothing_usable
 from vit_memory.data.splits import Split
 from vit_memory.data.transforms import Evaluation
 from vit_memory.errors import BackboneMismatch, DataError, TaskError
@@ -138,6 +138,8 @@ def evaluate(
             truth.append(part.labels)
             for name in names:
                 logits[name].append(outputs[name].float().cpu())
+    if not truth:
+        raise nothing_usable("image", loader.bad.first)
     scores = {}
     for name in names:
         own = model.tasks[name].labels
@@ -175,17 +177,13 @@ def predict(
         split = Split(ImageFiles(tuple(chunk)), torch.zeros(len(chunk), dtype=torch.int64).numpy(), (b"",) * len(chunk))
         loader = Loader(split, transform, batch, workers, "skip", bad)
         said: dict[int, dict[str, Answer]] = {}
-        try:
-            for part in loader.batches():
-                with torch.no_grad():
-                    outputs = model(part.images.to(model.backbone.device), list(names))
-                for name in names:
-                    confidences, places = outputs[name].float().softmax(-1).max(-1)
-                    found = zip(part.indices.tolist(), confidences.tolist(), places.tolist(), strict=True)
-                    for i, confidence, place in found:
-                        said.setdefault(i, {})[name] = Answer(model.tasks[name].labels[place], confidence)
-        except DataError:
-            if len(bad) < len(chunk):  # all bad is an answer here, not an error
-                raise
+        for part in loader.batches():
+            with torch.no_grad():
+                outputs = model(part.images.to(model.backbone.device), list(names))
+            for name in names:
+                confidences, places = outputs[name].float().softmax(-1).max(-1)
+                found = zip(part.indices.tolist(), confidences.tolist(), places.tolist(), strict=True)
+                for i, confidence, place in found:
+                    said.setdefault(i, {})[name] = Answer(model.tasks[name].labels[place], confidence)
         for i, path in enumerate(chunk):
             yield Answered(path, said.get(i, {}), None if i in said else bad.reasons.get(path, "cannot be read"))

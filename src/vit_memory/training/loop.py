@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from vit_memory.backbone import Backbone
-from vit_memory.data.loading import BadImages, Loader, OnBadImage
+from vit_memory.data.loading import BadImages, Loader, OnBadImage, nothing_usable
 from vit_memory.data.splits import Split
 from vit_memory.data.transforms import Evaluation, Training
 from vit_memory.errors import BackboneMismatch, TrainingError, TrainingStopped
@@ -117,16 +117,18 @@ def fit(
         if report is not None:
             report(Progress(done, rows, stage="storing"))
 
+    train_loader = Loader(train, view, GROUP, workers, on_bad_image, bad)
+    validation_loader = Loader(validation, Evaluation(facts), GROUP, workers, on_bad_image, bad)
     food = feed(
         sweep,
-        Loader(train, view, GROUP, workers, on_bad_image, bad),
-        Loader(validation, Evaluation(facts), GROUP, workers, on_bad_image, bad),
+        train_loader,
+        validation_loader,
         cache or Cache(),
         crew,
         decided or (lambda kind: None),
     )
     key = training_key(backbone, sweep, train, validation, facts, food.precision)
-    course = _Course(sweep, food, crew)
+    course = _Course(sweep, food, crew, train_loader)
     if resume and checkpoint is not None and checkpoint.exists():
         course.since, course.standing = read_checkpoint(checkpoint, key, sweep)
 
@@ -136,6 +138,8 @@ def fit(
 
     ended = course.tired or course.standing.step == recipe.steps  # resumed, but there is nothing left to do
     if not ended:
+        train_loader.check_usable("training image")
+        validation_loader.check_usable("validation image")
         food.prepare(storing, asked_to_stop)
     for pieces in () if ended else food.steps(course.standing.step):
         course.learn(pieces)
@@ -159,8 +163,13 @@ def fit(
 class _Course:
     """A sweep on its way through the steps: what it has seen, and what became of every setting."""
 
-    def __init__(self, sweep: Sweep, food: Feed, crew: Crew) -> None:
+    def __init__(self, sweep: Sweep, food: Feed, crew: Crew, train: Loader) -> None:
         self.sweep, self.food, self.crew = sweep, food, crew
+        self.bad = train.bad
+        images = len(train.split)
+        # Every epoch has its own order, so only twice its steps are sure to hold one whole epoch.
+        self.most_empty_steps = 2 * math.ceil(images / min(sweep.recipe.batch, images))
+        self.empty_steps = 0
         self.standing = Standing(0, {}, best=[-1.0] * len(sweep.settings))
         self.forget_losses()
 
@@ -181,6 +190,9 @@ class _Course:
             count += len(labels)
         self.crew.sum([*sweep.gradients(), losses, count])
         standing.step += 1
+        self.empty_steps = 0 if count else self.empty_steps + 1
+        if self.empty_steps >= self.most_empty_steps:  # they were usable when the training began: files were removed
+            raise nothing_usable("training image", self.bad.first)
         if not count:  # a batch whose images are all bad
             return
         losses /= count
@@ -203,6 +215,8 @@ class _Course:
             right += (sweep.logits(seen).argmax(-1) == labels.to(device)).sum(1)
             count += len(labels)
         self.crew.sum([right, count])
+        if not count:
+            raise nothing_usable("validation image", self.bad.first)
         accuracies = torch.where(sweep.alive, right / count, math.nan).cpu()
         best = torch.tensor(standing.best)
         improved = accuracies > best  # not where NaN
