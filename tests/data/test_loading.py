@@ -1,5 +1,7 @@
 """Batches depend on the split, the transform, the order and the seed; not on workers, batch size or luck."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -68,6 +70,11 @@ def test_bad_images_are_told_once_and_written_as_a_report(tmp_path):
     lines = (tmp_path / "bad.tsv").read_text().splitlines()
     assert len(lines) == len(bad)
     assert all("bad" in line and "\tnot an image" in line for line in lines)
+
+
+def test_a_bad_image_with_a_name_that_is_not_unicode_is_reported_by_its_bytes(tmp_path):
+    BadImages({os.fsdecode(b"caf\xe9.jpg"): "the file is empty"}).write(tmp_path / "bad.tsv")
+    assert (tmp_path / "bad.tsv").read_bytes() == b"caf\xe9.jpg\tthe file is empty\n"
 
 
 @pytest.mark.parametrize("workers", [0, default_workers()])

@@ -58,7 +58,7 @@ class BadImages:
     def write(self, path: Path) -> None:
         """One line each: name, tab, reason."""
         lines = [f"{name}\t{reason}\n" for name, reason in sorted(self.reasons.items())]
-        path.write_text("".join(lines), encoding="utf-8")
+        path.write_text("".join(lines), encoding="utf-8", errors="surrogateescape")  # names are bytes, of any encoding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
