@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -138,6 +139,18 @@ def test_a_log_whose_last_line_was_cut_off_does_not_keep_a_run_from_ending(
     assert (run / "curves.png").exists()
     assert train(photos, backbone, tmp_path / "whole", *options).exit_code == 0
     assert Task.load(run / "birds.safetensors").digest == Task.load(tmp_path / "whole/birds.safetensors").digest
+
+
+def test_a_dataset_too_small_to_split_is_told_and_refused_with_what_to_do(backbone, tmp_path):
+    photos = str(write_folder(tmp_path / "photos", pictures(1)))
+    advice = "drawn from classes with at least two different images .*Add images, .*DATA/train/, DATA/val/"
+    shown = CliRunner().invoke(app, ["data", photos])
+    assert shown.exit_code == 0
+    for name in ("validation", "test"):
+        assert re.search(f"note: the {name} split holds no images: a split is {advice}", shown.output)
+    refused = train(photos, backbone, tmp_path / "run").exception
+    assert isinstance(refused, TrainingError)
+    assert re.search(f"the validation split holds no images: a split is {advice}", str(refused))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,11 @@ import numpy as np
 from vit_memory.data.images import Images, digests
 
 SHARE = 0.2  # of a class's images, for a test or validation split that has to be drawn
+WHY_EMPTY = (
+    "a split is drawn from classes with at least two different images that have one label only (copies count once). "
+    "Add images, three different ones per class at least, or bring your own splits: DATA/train/, DATA/val/ and "
+    "DATA/test/, or a column split in a table"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +31,7 @@ class Split:
 
     @classmethod
     def of(cls, images: Images, labels: Sequence[int] | np.ndarray) -> "Split":
-        """Take digests of the images' contents, which reads a little of every file."""
+        """Take digests of the images' contents, which reads every file that is not remembered from an earlier time."""
         return cls(images, np.asarray(labels, dtype=np.int64), digests(images))
 
     def __len__(self) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from vit_memory.data.decoding import Encoded, decode
 from vit_memory.data.images import Images
 from vit_memory.data.sources import Dataset
+from vit_memory.data.splits import WHY_EMPTY
 from vit_memory.errors import BadImage
 
 Check = Literal["decode", "headers", "none"]
@@ -52,6 +53,8 @@ class Summary:
             said.append(
                 f"unbalanced: the largest class has {self.imbalance:.0f} times the images of the smallest, {smallest!r}"
             )
+        empty_splits = [name for name, counts in self.counts.items() if not any(counts.values())]
+        said += [f"the {name} split holds no images: {WHY_EMPTY}" for name in empty_splits]
         if "test" not in self.counts:
             said.append("no test images: what is reported on validation images was also used to choose")
         said += [f"{count} images are in both {pair}: results on them flatter" for pair, count in self.shared.items()]

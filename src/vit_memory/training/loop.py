@@ -12,7 +12,7 @@ import torch
 
 from vit_memory.backbone import Backbone
 from vit_memory.data.loading import BadImages, Loader, OnBadImage, nothing_usable
-from vit_memory.data.splits import Split
+from vit_memory.data.splits import WHY_EMPTY, Split
 from vit_memory.data.transforms import Evaluation, Training
 from vit_memory.errors import BackboneMismatch, TrainingError, TrainingStopped
 from vit_memory.families.roles import Preprocessing
@@ -268,7 +268,7 @@ def _check(backbone: Backbone, tasks: Sequence[Task], train: Split, validation: 
     labels = tasks[0].labels
     for name, split in (("training", train), ("validation", validation)):
         if not len(split):
-            raise TrainingError(f"the {name} split holds no images.")
+            raise TrainingError(f"the {name} split holds no images: {WHY_EMPTY}.")
         if split.labels.min() < 0 or split.labels.max() >= len(labels):
             raise TrainingError(
                 f"the {name} images hold label number {int(split.labels.max())}, but task {tasks[0].name!r} answers "
