@@ -16,10 +16,13 @@ from builders import library_model, trained
 from data.test_sources import LABELS, pictures, write_folder
 from vit_memory import Bundle, MemoryViT, load_backbone
 from vit_memory.cli import app
-from vit_memory.data.loading import Loader
+from vit_memory.data.images import ImageFiles
+from vit_memory.data.loading import Loader, default_workers
 from vit_memory.data.sources import open_data
+from vit_memory.data.splits import Split
 from vit_memory.data.transforms import Evaluation
 from vit_memory.errors import DataError, TaskError
+from vit_memory.evaluation.answering import evaluate, open_model
 from vit_memory.evaluation.metrics import score, wilson
 
 
@@ -114,7 +117,7 @@ def test_predictions_stream_in_order_with_bad_images_in_their_place(place, monke
     monkeypatch.setattr(answering, "_AT_ONCE", 4)  # so that a small folder streams in many chunks
     for i, name in enumerate(("0-bad.jpg", "5-bad.jpg")):
         (place / "photos/bee" / name).write_bytes(b"bad %d" % i)
-    words = ["predict", str(place / "photos"), "--bundle", str(place / "zoo"), "--workers", "0", "--batch", "3"]
+    words = ["predict", str(place / "photos"), "--bundle", str(place / "zoo"), "--batch", "3"]
     lines = [json.loads(line) for line in CliRunner().invoke(app, [*words, "--format", "jsonl"]).stdout.splitlines()]
     assert [line["image"] for line in lines] == sorted(line["image"] for line in lines)
     assert len(lines) == 32
@@ -141,6 +144,27 @@ def test_only_bad_images_is_exit_code_1_and_a_missing_path_2(place, tmp_path):
     assert said.exit_code == 1
     assert "bad.jpg  error: not an image" in said.output
     assert CliRunner().invoke(app, ["predict", str(tmp_path / "x"), "--bundle", str(place / "zoo")]).exit_code == 2
+
+
+def test_every_bad_image_is_answered_by_its_reason_also_the_same_one_twice(place, tmp_path):
+    bad, good = tmp_path / "bad.jpg", place / "photos/ant/000.png"
+    bad.write_bytes(b"no")
+    for paths, code in (([bad, bad], 1), ([bad, good, bad], 0)):
+        words = ["predict", *map(str, paths), "--bundle", str(place / "kinds.safetensors"), "--format", "jsonl"]
+        said = CliRunner().invoke(app, words)
+        assert said.exit_code == code, (said.output, said.exception)
+        lines = [json.loads(line) for line in said.stdout.splitlines()]
+        assert [line["image"] for line in lines] == [str(path) for path in paths]
+        assert [line.get("error", "")[:12] for line in lines] == ["not an image" if p == bad else "" for p in paths]
+
+
+def test_scores_of_nothing_but_bad_images_are_refused(place, tmp_path):
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(name.encode())
+    split = Split.of(ImageFiles((str(tmp_path / "a.png"), str(tmp_path / "b.png"))), [0, 1])
+    model = open_model([place / "kinds.safetensors"])
+    with pytest.raises(DataError, match=r"not one image can be used; the first, .*a\.png: not an image"):
+        evaluate(model, split, LABELS, ["kinds"], workers=default_workers(), on_bad_image="skip")
 
 
 def test_tasks_that_saw_differently_prepared_images_are_not_asked_in_one_pass(place):

@@ -1,5 +1,7 @@
 """Batches depend on the split, the transform, the order and the seed; not on workers, batch size or luck."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from PIL import Image
 from data.odd_images import encoded, scene
 from data.test_sources import pictures, write_folder
 from vit_memory.data.images import ImageFiles
-from vit_memory.data.loading import BadImages, Loader, load_one, view_seed
+from vit_memory.data.loading import BadImages, Loader, default_workers, load_one, view_seed
 from vit_memory.data.sources import open_data
 from vit_memory.data.splits import Split
 from vit_memory.data.transforms import Evaluation, Training
@@ -70,14 +72,37 @@ def test_bad_images_are_told_once_and_written_as_a_report(tmp_path):
     assert all("bad" in line and "\tnot an image" in line for line in lines)
 
 
-def test_a_split_of_nothing_but_bad_images_is_an_error_not_an_empty_epoch(tmp_path):
-    for label in ("a", "b"):
-        (tmp_path / label).mkdir()
-        for i in range(4):
-            (tmp_path / label / f"{i}.png").write_bytes(b"%d" % i + label.encode())
-    loader = Loader(open_data(tmp_path).train, Evaluation(PREPROCESSING), batch_size=2, on_bad_image="skip")
-    with pytest.raises(DataError, match="not one image can be used; the first, .*png: not an image"):
-        list(loader.batches())
+def test_a_bad_image_with_a_name_that_is_not_unicode_is_reported_by_its_bytes(tmp_path):
+    BadImages({os.fsdecode(b"caf\xe9.jpg"): "the file is empty"}).write(tmp_path / "bad.tsv")
+    assert (tmp_path / "bad.tsv").read_bytes() == b"caf\xe9.jpg\tthe file is empty\n"
+
+
+@pytest.mark.parametrize("workers", [0, default_workers()])
+def test_a_plan_gives_one_batch_per_group_also_of_no_groups_and_of_bad_images_only(split, tmp_path, workers):
+    for name in ("x.png", "y.png"):
+        (tmp_path / name).write_bytes(name.encode())
+    paths = (*split.images.paths[:3], str(tmp_path / "x.png"), str(tmp_path / "y.png"))
+    mixed = Split.of(ImageFiles(paths), [0] * 5)
+    loader = Loader(mixed, Training(PREPROCESSING), 2, workers, "skip")
+    assert list(loader.planned([])) == []
+    plan = [(0, [3, 4]), (0, [0, 3]), (1, [1, 2]), (1, [4])]
+    assert [batch.indices.tolist() for batch in loader.planned(plan)] == [[], [0], [1, 2], []]
+    assert [batch.indices.tolist() for batch in loader.planned(plan[:1])] == [[]]  # its caller knows what it means
+    assert [batch.indices.tolist() for batch in loader.batches()] == [[0, 1], [2]]
+
+
+def test_images_that_are_all_bad_are_refused_by_the_name_of_the_first(split, tmp_path):
+    for name in ("x.png", "y.png"):
+        (tmp_path / name).write_bytes(name.encode())
+    paths = (str(tmp_path / "x.png"), str(tmp_path / "y.png"), split.images.paths[0])
+
+    def check(count):
+        loader = Loader(Split.of(ImageFiles(paths[:count]), [0] * count), Evaluation(PREPROCESSING), 2, 0, "skip")
+        loader.check_usable("test image")
+
+    check(3)
+    with pytest.raises(DataError, match=r"not one test image can be used; the first, .*x\.png: not an image"):
+        check(2)
 
 
 def test_an_image_turned_by_exif_and_decoded_small_is_the_same_view_as_the_upright_one(tmp_path):

@@ -3,6 +3,10 @@
 import json
 import logging
 import re
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +119,33 @@ def test_training_stops_at_the_first_bad_image_unless_told_to_skip(folder):
     for workers in (0, 2):
         with pytest.raises(BadImage, match=r"right/.*--on-bad-image skip"):
             list(Loader(split, Evaluation(PREPROCESSING), batch_size=4, workers=workers).batches())
+
+
+def test_decoding_in_threads_leaves_the_warning_filters_alone_and_warns_nobody(decoder):
+    odd = {name: make() for name, make in ODD.items()}
+    bad = {name: make() for name, (make, _) in BAD.items() if name != "text-bomb.png"}  # slow
+
+    def decode_all(_):
+        for name, content in odd.items():
+            decode(content, name)
+        for name, content in bad.items():
+            with suppress(BadImage):
+                decode(content, name)
+
+    warnings.simplefilter("error")  # in the threads too
+    filters, before, interval = warnings.filters, list(warnings.filters), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that threads change places in the middle of everything
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            decoding = pool.map(decode_all, range(40))
+            for _ in range(200):  # other people's warnings are heard meanwhile
+                with pytest.raises(UserWarning, match="mine"):
+                    warnings.warn("mine", stacklevel=1)
+            list(decoding)
+    finally:
+        sys.setswitchinterval(interval)
+    assert warnings.filters is filters
+    assert warnings.filters == before
 
 
 def test_the_data_command_names_the_bad_images(folder):

@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import io
 import json
 import pickle
 import shutil
@@ -384,6 +385,99 @@ def test_a_cut_off_idx_file_is_refused(tmp_path):
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 0x801, 5) + bytes(5))
     with pytest.raises(DataError, match="70 bytes of values where its header promises 80: it is cut off"):
         open_data(tmp_path)
+
+
+def npz(**arrays):
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def npy(array):
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+PIXELS, NUMBERS = np.random.default_rng(0).integers(0, 256, (20, 8, 8), np.uint8), np.arange(20) % 2
+PACK = npz(x_train=PIXELS, y_train=NUMBERS)
+UNREADABLE = {
+    "cut-off.npz": (PACK[:-200], "not a readable .npz"),
+    "without-its-directory.npz": (PACK[:300], "not a readable .npz"),
+    "scrambled.npz": (PACK[:200] + bytes(255 - b for b in PACK[200:240]) + PACK[240:], "not a readable .npz"),
+    "empty.npz": (b"", "not a readable .npz"),
+    "array.npz": (npy(PIXELS), "one array, an .npy by its content; expected an .npz with x_train, y_train"),
+    "one-number.npz": (npz(x_train=np.array(1), y_train=np.array(1)), r"x_train is \(\), y_train is \(\)"),
+    "latin-1.jsonl": (b'{"file": "a.jpg", "label": "x"}\n{"file": "\xe9.jpg", "label": "x"}', "line 2 is not UTF-8"),
+    "latin-1.csv": (b"file,label\n" + b"a.jpg,x\n" * 4000 + b"\xe9.jpg,x\n", "line 4002 is not UTF-8 text"),
+    "utf-16.csv": ("file,label\na.jpg,x\n".encode("utf-16"), "line 1 is not UTF-8 text"),
+    "utf-16-le.csv": ("file,label\na.jpg,x\n".encode("utf-16-le"), "line 1 holds NUL bytes.*Save it as UTF-8"),
+    "nul.csv": (b"file,label\na.jpg,x\nb\0.jpg,x\n", "line 3 holds NUL bytes"),
+    "nul.jsonl": (b'{"file": "b\\u0000.jpg", "label": "x"}', "line 1: file is .*no file name holds a NUL"),
+    "deep.jsonl": (b"[" * 100_000, "line 1 is no JSON"),
+    "wide.csv": (b"file,label\n" + b"a" * 200_000, "not a table after line 1"),
+    "empty.csv": (b"", "no images in it"),
+    "header-only.csv": (b"file,label\n", "no images in it"),
+    "cut-off.parquet": (b"PAR1" + bytes(100), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_damaged_or_mistaken_file_is_refused_with_the_reason(tmp_path, name):
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow.parquet")
+    content, reason = UNREADABLE[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name}.*{reason}"):
+        open_data(tmp_path / name)
+
+
+def test_a_damaged_compressed_idx_file_is_refused(tmp_path):
+    whole = gzip.compress(struct.pack(">4I", 0x803, *PIXELS.shape) + PIXELS.tobytes())
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 0x801, 20) + bytes(20))
+    for content in (whole[:-600], whole[:5], b"", whole[:100] + bytes(8) + whole[108:]):
+        (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(content)
+        with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz: (cannot be read|begins with)"):
+            open_data(tmp_path)
+
+
+def test_a_folder_named_like_a_table_and_an_impossible_name_are_refused(tmp_path):
+    (tmp_path / "x.csv").mkdir()
+    with pytest.raises(DataError, match="no images in it"):
+        open_data(tmp_path / "x.csv")
+    with pytest.raises(DataError, match="cannot be read .*too long"):
+        open_data("x" * 5000)
+
+
+def test_parquet_metadata_of_another_kind_is_refused(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+
+    table = pa.table({"image": [{"bytes": as_png(p), "path": None} for _, p in pictures(2)], "label": [0, 1] * 3})
+    for about in ("not json", "[1]", '{"info": {"features": {"label": {"names": 5}}}}'):
+        pq.write_table(table.replace_schema_metadata({"huggingface": about}), tmp_path / "x.parquet")
+        with pytest.raises(DataError, match=r"x\.parquet: its Hugging Face metadata cannot be read"):
+            open_data(tmp_path / "x.parquet")
+
+
+@pytest.mark.parametrize(
+    ("layout", "file", "content"),
+    [
+        ("cifar10", "cifar-10-batches-py/data_batch_2", pickle.dumps({b"other": 1})),
+        ("cifar10", "cifar-10-batches-py/data_batch_2", pickle.dumps({b"data": 1})[:-3]),
+        ("inaturalist-2017", "train2017.json", b'{"images": [{"id"'),
+        ("inaturalist-2021", "val.json", b'{"images": []}'),
+        ("places365", "places365_val.txt", b"Places365_val_00000001.jpg 400\n"),
+        ("sun397", "Partitions/Testing_01.txt", b"/q/nowhere/1.jpg\n"),
+        ("imagenet-1k", "LOC_val_solution.csv", b"\xff\xfe"),
+    ],
+    ids=["cifar keys", "cifar cut off", "json cut off", "json keys", "unknown number", "unknown class", "not text"],
+)
+def test_a_dataset_of_the_paper_with_a_damaged_list_is_refused(tmp_path, layout, file, content):
+    WRITERS[layout][0](tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(DataError, match=r"damaged or not the official ones|not a CIFAR batch"):
+        open_data(layout, data_dir=tmp_path)
 
 
 def test_the_data_command_tells_what_is_worth_knowing(tmp_path):

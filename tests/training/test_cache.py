@@ -8,13 +8,15 @@ import pytest
 import torch
 from test_sweep import FACTS, assert_same_weights, backbone, coloured, fresh  # noqa: F401 - a fixture
 
-from vit_memory.data.images import ImageArray
-from vit_memory.data.loading import BadImages, Loader
+from data.test_sources import pictures, write_folder
+from vit_memory.data.images import ImageArray, ImageFiles
+from vit_memory.data.loading import BadImages, Loader, default_workers
 from vit_memory.data.splits import Split
 from vit_memory.data.transforms import Training
-from vit_memory.errors import TrainingError, TrainingStopped
+from vit_memory.errors import DataError, TrainingError, TrainingStopped
 from vit_memory.training import cache as caching
 from vit_memory.training.cache import Cache, Store, decide
+from vit_memory.training.feeding import GROUP
 from vit_memory.training.loop import fit
 from vit_memory.training.recipe import Recipe
 
@@ -176,6 +178,55 @@ def test_bad_images_are_left_out_of_a_store_and_told_each_time(backbone, tmp_pat
     assert list(live_bad.reasons) == list(stored_bad.reasons) == list(again_bad.reasons) == ["noise[5]"]
     for result in results[1:]:
         assert_same_weights(result.best.task, results[0].best.task, atol=1e-5)
+
+
+def some_bad(count, bad):
+    """Grey pictures as an array, the listed ones not a number."""
+    pixels = np.random.default_rng(0).random((count, 32, 32, 3)).astype(np.float32)
+    pixels[list(bad), 0, 0, 0] = np.nan
+    return Split.of(ImageArray.whole("noise", pixels), np.arange(count) % 3)
+
+
+def test_a_store_whose_last_group_holds_only_bad_images_is_used_a_second_time(backbone, tmp_path):  # noqa: F811
+    split = some_bad(GROUP + 2, [GROUP, GROUP + 1])
+    digests = [
+        fit(
+            backbone,
+            [fresh(backbone)],
+            split,
+            coloured(12, 2),
+            replace(RECIPE, learning_rates=(0.1,)),
+            cache=Cache("disk", folder=tmp_path),
+            on_bad_image="skip",
+            workers=default_workers(),
+        ).best.task.digest
+        for _ in range(2)
+    ]
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("mode", ["off", "ram", "disk"])
+@pytest.mark.parametrize("part", ["training", "validation"])
+def test_images_that_are_all_bad_are_refused_by_the_name_of_the_first(backbone, tmp_path, mode, part):  # noqa: F811
+    good, bad = coloured(12, 1), some_bad(12, range(12))
+    splits = (bad, good) if part == "training" else (good, bad)
+    with pytest.raises(DataError, match=rf"not one {part} image can be used; the first, noise\[0\]: it holds NaN"):
+        fit(backbone, [fresh(backbone)], *splits, RECIPE, cache=Cache(mode, folder=tmp_path), on_bad_image="skip")
+
+
+@pytest.mark.parametrize("part", ["training", "validation"])
+def test_images_that_vanish_during_a_training_end_it(backbone, tmp_path, part):  # noqa: F811
+    paths = sorted(write_folder(tmp_path, pictures(4)).glob("*/*.png"))
+    split = Split.of(ImageFiles(tuple(map(str, paths))), np.arange(12) % 3)
+
+    def vanish(progress):
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+    recipe = Recipe(steps=50, batch=4, learning_rates=(0.1,), views=None, evaluate_every=20)
+    splits = (split, coloured(6, 2)) if part == "training" else (coloured(12, 1), split)
+    with pytest.raises(DataError, match=rf"not one {part} image can be used; the first, .*png: cannot be read"):
+        fit(backbone, [fresh(backbone)], *splits, recipe, on_bad_image="skip", report=vanish)
 
 
 def test_values_beyond_half_precision_do_not_become_infinite(backbone, monkeypatch):  # noqa: F811

@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
+from itertools import count
 
 import pytest
 import torch
@@ -34,7 +37,7 @@ def photos(tmp_path):
 
 def train(photos, backbone, out, *more, name="birds"):
     words = ["train", photos, "--name", name, "--backbone", backbone, "--out", str(out), "--steps", "4", "--batch", "8"]
-    return CliRunner().invoke(app, [*words, "--workers", "0", "--evaluate-every", "2", *more])
+    return CliRunner().invoke(app, [*words, "--evaluate-every", "2", *more])
 
 
 def test_a_folder_of_images_becomes_a_task_file_that_answers(photos, backbone, tmp_path):
@@ -85,6 +88,71 @@ def test_a_run_is_resumed_to_the_same_task_and_never_replaced(photos, backbone, 
     assert "no checkpoint to go on from" in str(nothing.exception)
 
 
+def stopped_after(steps, monkeypatch):
+    """From here on, a training is asked to stop after so many steps, as by Ctrl-C."""
+
+    @contextmanager
+    def stopping():
+        asked = count(1)
+        yield lambda: next(asked) >= steps
+
+    monkeypatch.setattr("vit_memory.cli.train.stopping", stopping)
+
+
+def test_a_disk_store_serves_a_second_training_and_its_resumption(photos, backbone, tmp_path, monkeypatch):
+    more = ["--cache", "disk", "--cache-dir", str(tmp_path / "store")]
+    for name in ("first", "second"):
+        said = train(photos, backbone, tmp_path / name, *more, name=name)
+        assert said.exit_code == 0, (said.output, said.exception)
+    with monkeypatch.context() as patch:
+        stopped_after(3, patch)
+        assert train(photos, backbone, tmp_path / "third", *more, name="third").exit_code == 130
+    for name in ("second", "third"):  # one has ended, the other has not
+        said = train(photos, backbone, tmp_path / name, *more, "--resume", name=name)
+        assert said.exit_code == 0, (said.output, said.exception)
+    tasks = [Task.load(tmp_path / name / f"{name}.safetensors") for name in ("first", "second", "third")]
+    assert len({task.digest for task in tasks}) == 1
+    assert len(list((tmp_path / "store").iterdir())) == 2  # of the training and of the validation images
+
+
+@pytest.mark.parametrize(
+    "torn",
+    [b'{"torn', b'{"time": 1.5, "step": 4, "losses": [0.1', b"\0" * 40, b"\xc3"],
+    ids=["a word", "most of a line", "zeros", "half a letter"],
+)
+def test_a_log_whose_last_line_was_cut_off_does_not_keep_a_run_from_ending(
+    photos, backbone, tmp_path, monkeypatch, torn
+):
+    run = tmp_path / "run"
+    options = ["--lr", "0.1", "--cache", "off"]
+    with monkeypatch.context() as patch:
+        stopped_after(3, patch)
+        said = train(photos, backbone, run, *options)
+        assert said.exit_code == 130, (said.output, said.exception)
+    with (run / "log.jsonl").open("ab") as file:
+        file.write(torn)
+    said = train(photos, backbone, run, *options, "--resume")
+    assert said.exit_code == 0, (said.output, said.exception)
+    first, cut_off, last, end = (run / "log.jsonl").read_bytes().split(b"\n")
+    assert [json.loads(line)["step"] for line in (first, last)] == [2, 4]
+    assert (cut_off, end) == (torn, b"")
+    assert (run / "curves.png").exists()
+    assert train(photos, backbone, tmp_path / "whole", *options).exit_code == 0
+    assert Task.load(run / "birds.safetensors").digest == Task.load(tmp_path / "whole/birds.safetensors").digest
+
+
+def test_a_dataset_too_small_to_split_is_told_and_refused_with_what_to_do(backbone, tmp_path):
+    photos = str(write_folder(tmp_path / "photos", pictures(1)))
+    advice = "drawn from classes with at least two different images .*Add images, .*DATA/train/, DATA/val/"
+    shown = CliRunner().invoke(app, ["data", photos])
+    assert shown.exit_code == 0
+    for name in ("validation", "test"):
+        assert re.search(f"note: the {name} split holds no images: a split is {advice}", shown.output)
+    refused = train(photos, backbone, tmp_path / "run").exception
+    assert isinstance(refused, TrainingError)
+    assert re.search(f"the validation split holds no images: a split is {advice}", str(refused))
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
@@ -121,7 +189,7 @@ def test_a_regime_that_stands_alone_is_trained_and_evaluated_like_any(photos, ba
     assert said.exit_code == 0, (said.output, said.exception)
     file = tmp_path / "run/birds.safetensors"
     assert (tmp_path / "run/birds.backbone.safetensors").exists() == (regime == "full")
-    words = ["evaluate", str(file), "--data", photos, "--split", "validation", "--workers", "0", "--json"]
+    words = ["evaluate", str(file), "--data", photos, "--split", "validation", "--json"]
     scored = CliRunner().invoke(app, words)
     assert scored.exit_code == 0, scored.exception
     accuracy = Task.load(file).record.metrics["validation_accuracy"]
@@ -149,7 +217,7 @@ def test_curves_are_a_picture_and_events_that_tensorboard_frames(photos, backbon
 
 def command(photos, backbone, out, *more):
     words = ["train", photos, "--name", "birds", "--backbone", backbone, "--out", str(out), "--batch", "8", *more]
-    return ["-m", "vit_memory", *words, "--workers", "0", "--lr", "0.05,0.2"]
+    return ["-m", "vit_memory", *words, "--lr", "0.05,0.2"]
 
 
 @pytest.mark.slow

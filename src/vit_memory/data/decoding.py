@@ -6,7 +6,11 @@ three times as fast as Pillow, to the same pixels, where it is installed.
 """
 
 import io
+import re
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -24,6 +28,8 @@ _ENDINGS = "jpg jpeg jpe jfif mpo png gif webp avif bmp tif tiff ppm pgm pbm pnm
 EXTENSIONS = frozenset(f".{ending}" for ending in _ENDINGS.split())
 LARGEST_PIXELS = 100_000_000  # 300 MB of RGB; a few kilobytes of PNG can claim a thousand times that
 _ORIENTATION = 0x0112
+# An entry of warnings.filters for all of Pillow's modules; the comment in its pattern makes it unlike anyone else's.
+_IGNORE_PILLOW = ("ignore", None, Warning, re.compile(r"PIL\.(?#vit_memory)"), 0)
 
 
 class Encoded:
@@ -45,9 +51,7 @@ class Encoded:
         if at_least is not None and self._turn >= 5:
             at_least = at_least[::-1]
         try:
-            # Warnings of damaged EXIF or oversized fields are about metadata; pixels that cannot be read raise.
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with _ignore_pillow_warnings():
                 pixels = _pixels(self._image, self.content, at_least)
         except MemoryError:
             raise
@@ -71,8 +75,7 @@ def _open(encoded: bytes, name: str) -> Image.Image:
     if not encoded:
         raise BadImage(name, "the file is empty")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the size is judged below
+        with _ignore_pillow_warnings():  # of the size too, which is judged below
             image = Image.open(io.BytesIO(encoded), formats=_formats())
     except Image.DecompressionBombError as error:
         raise BadImage(name, f"refused as a decompression bomb ({_said(error)})") from error
@@ -160,8 +163,7 @@ def _orientation(image: Image.Image) -> int:
     if image.format not in ("JPEG", "MPO", "WEBP", "TIFF", "PNG", "AVIF"):
         return 1
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _ignore_pillow_warnings():
             turn = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # damaged metadata says nothing; the pixels may still be good
         return 1
@@ -174,6 +176,30 @@ def _turned(pixels: Tensor, orientation: int) -> Tensor:
         pixels = pixels.transpose(1, 2)
     axes = {2: [2], 3: [1, 2], 4: [1], 6: [2], 7: [1, 2], 8: [1]}.get(orientation)
     return pixels if axes is None else pixels.flip(axes)
+
+
+@contextmanager
+def _ignore_pillow_warnings() -> Iterator[None]:
+    """Ignore what Pillow warns of: damaged or oversized metadata. Pixels that cannot be read raise.
+
+    `warnings.catch_warnings` replaces the whole process's list of filters and later puts back the list it saw; of two
+    threads that decode at once, one can put back the other's, and everything is ignored from then on. So a single
+    filter for Pillow's modules is put into the list and taken out of the same list: nothing of it stays, whatever other
+    threads do meanwhile. While an image is decoded, what Pillow warns of in other threads is ignored too; only
+    Python 3.14 has filters for one thread, and not unless it is asked to.
+    """
+    if getattr(sys.flags, "context_aware_warnings", False):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=_IGNORE_PILLOW[3].pattern)
+            yield
+        return
+    filters: Any = warnings.filters  # remembered: another thread's catch_warnings may put another list in its place
+    filters.insert(0, _IGNORE_PILLOW)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # somebody has emptied the list
+            filters.remove(_IGNORE_PILLOW)
 
 
 @cache

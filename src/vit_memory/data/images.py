@@ -3,19 +3,15 @@
 All are small values that travel to worker processes; what is large (arrays, tables) is opened there or shared.
 """
 
-import hashlib
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from vit_memory.data.digests import content_digest, file_digest, file_digests
 from vit_memory.errors import BadImage
-
-_HEAD, _TAIL = 16 * 1024, 4 * 1024
 
 
 class Images(Protocol):
@@ -53,19 +49,12 @@ class ImageFiles:
         """The whole file."""
         try:
             return Path(self.paths[i]).read_bytes()
-        except OSError as error:
-            raise BadImage(self.paths[i], f"cannot be read ({error.strerror})") from error
+        except (OSError, ValueError) as error:  # ValueError: no file can have this name
+            raise BadImage(self.paths[i], f"cannot be read ({_reason(error)})") from error
 
     def digest(self, i: int) -> bytes:
-        """Without reading a large file whole."""
-        try:
-            with Path(self.paths[i]).open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                head = file.read(_HEAD)
-                file.seek(max(_HEAD, size - _TAIL))
-                return _digest(size, head, file.read(_TAIL))
-        except OSError:  # a bad file; it is reported where it is read
-            return _digest(0, os.fsencode(self.paths[i]), b"")
+        """Of the whole file."""
+        return file_digest(self.paths[i])
 
     def select(self, which: Sequence[int]) -> "ImageFiles":
         """Those files."""
@@ -99,7 +88,7 @@ class ImageArray:
 
     def digest(self, i: int) -> bytes:
         """From all pixels."""
-        return hashlib.sha256(np.ascontiguousarray(self.read(i)).data).digest()[:8]
+        return content_digest(np.ascontiguousarray(self.read(i)).data)
 
     def select(self, which: Sequence[int]) -> "ImageArray":
         """Those rows of the same array."""
@@ -132,9 +121,9 @@ class ImageRows:
         if isinstance(cell, dict) and cell.get("path"):
             try:
                 return Path(self.folder, cell["path"]).read_bytes()
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise BadImage(
-                    self.name(i), f"names {cell['path']}, which cannot be read ({error.strerror})"
+                    self.name(i), f"names {cell['path']}, which cannot be read ({_reason(error)})"
                 ) from error
         raise BadImage(self.name(i), "holds no image bytes")
 
@@ -143,25 +132,20 @@ class ImageRows:
         try:
             encoded = self.read(i)
         except BadImage:
-            return _digest(0, self.name(i).encode(), b"")
-        return _digest(len(encoded), encoded[:_HEAD], encoded[max(_HEAD, len(encoded) - _TAIL) :])
+            return content_digest(b"unreadable\0" + self.name(i).encode("utf-8", "surrogatepass"))
+        return content_digest(encoded)
 
     def select(self, which: Sequence[int]) -> "ImageRows":
         """Those rows of the same table."""
         return ImageRows(self.source, self.column, self.rows[np.asarray(which, dtype=np.int64)], self.folder)
 
 
-def _digest(size: int, head: bytes, tail: bytes) -> bytes:
-    """Of an encoded image by its ends: large folders are not read whole only to be split.
-
-    Two files that differ only in between count as copies of one another, which keeps them on one side of a split.
-    """
-    return hashlib.sha256(size.to_bytes(8, "little") + head + tail).digest()[:8]
-
-
 def digests(images: Images) -> tuple[bytes, ...]:
-    """Every image's digest; files are read by several threads, which is what disks like."""
-    if not isinstance(images, ImageFiles):
-        return tuple(images.digest(i) for i in range(len(images)))
-    with ThreadPoolExecutor(8) as pool:
-        return tuple(pool.map(images.digest, range(len(images))))
+    """Every image's digest; those of files are remembered from an earlier command, or read by several threads."""
+    if isinstance(images, ImageFiles):
+        return file_digests(images.paths)
+    return tuple(images.digest(i) for i in range(len(images)))
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

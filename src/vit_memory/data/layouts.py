@@ -3,8 +3,10 @@
 import csv
 import gzip
 import json
+import math
 import os
 import struct
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +133,8 @@ def read_table(path: Path, columns: Columns) -> Found:
         missing = ([] if file else [file_column]) + absent
         if missing:
             faults.append(f"line {line}: no {' and no '.join(missing)}")
+        elif "\0" in file:
+            faults.append(f"line {line}: {file_column} is {file!r}, and no file name holds a NUL")
         elif part is None:
             faults.append(f"line {line}: split is {told!r}; expected train, val or test")
         else:
@@ -152,22 +156,22 @@ def read_table(path: Path, columns: Columns) -> Found:
 
 def _csv_rows(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
     with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+        reader = csv.DictReader(_text_lines(path, file), delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
         try:
             for row in reader:
                 yield reader.line_num, row
-        except (csv.Error, UnicodeDecodeError) as error:
+        except csv.Error as error:
             raise DataError(f"{path}: not a table after line {reader.line_num} ({error}).") from error
 
 
 def _json_rows(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
     with path.open(encoding="utf-8-sig") as file:
-        for line, text in enumerate(file, 1):
+        for line, text in enumerate(_text_lines(path, file), 1):
             if not text.strip():
                 continue
             try:
                 row = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}: line {line} is no JSON ({error}).") from error
             if not isinstance(row, dict):
                 raise DataError(
@@ -176,23 +180,49 @@ def _json_rows(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
             yield line, row
 
 
+def _text_lines(path: Path, file: Iterable[str]) -> Iterable[str]:
+    """The lines of a table; raises DataError where they are not UTF-8 text."""
+    try:
+        for line, text in enumerate(file, 1):
+            if "\0" in text:
+                raise DataError(f"{path}: line {line} holds NUL bytes, so it is not UTF-8 text. Save it as UTF-8.")
+            yield text
+    except UnicodeDecodeError as error:
+        line = _lines_of_utf8(path.read_bytes()) + 1  # `error` counts its bytes from somewhere in the file
+        raise DataError(f"{path}: line {line} is not UTF-8 text ({error.reason}). Save the file as UTF-8.") from error
+
+
+def _lines_of_utf8(content: bytes) -> int:
+    """How many whole lines there are before the first byte that is not UTF-8."""
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        content = content[: error.start]
+    return content.count(b"\n")
+
+
 def read_npz(path: Path, columns: Columns) -> Found:
     """A numpy pack of arrays. Object arrays are refused, for reading them would run code."""
     try:
-        with np.load(path, allow_pickle=False) as pack:
+        with path.open("rb") as file:  # ours to close: numpy leaves it open where it is damaged
+            pack = np.load(file, allow_pickle=False)
+            if isinstance(pack, np.ndarray):
+                raise DataError(f"{path}: one array, an .npy by its content; expected an .npz with x_train, y_train.")
             arrays = {name: pack[name] for name in pack.files}
-    except (OSError, ValueError, EOFError, KeyError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # zipfile, zlib and numpy raise whatever damaged bytes lead them to
         raise DataError(f"{path}: not a readable .npz of plain arrays ({error}).") from error
     if "x_train" not in arrays:
         held = ", ".join(arrays) or "nothing"
         raise DataError(f"{path}: holds {held}; expected x_train, y_train, and if you like x_test, y_test, classes.")
     parts = {}
     widths: set[int] = set()
-    names = None if "classes" not in arrays else [str(name) for name in arrays["classes"].tolist()]
+    names = None if "classes" not in arrays else [str(name) for name in arrays["classes"].reshape(-1).tolist()]
     for suffix, name in (("train", "train"), ("val", "validation"), ("test", "test")):
         if f"x_{suffix}" in arrays:
             x, y = arrays[f"x_{suffix}"], arrays.get(f"y_{suffix}")
-            if y is None or y.shape[:1] != x.shape[:1] or y.ndim > 2:
+            if y is None or not x.ndim or y.shape[:1] != x.shape[:1] or y.ndim > 2:
                 shapes = f"x_{suffix} is {x.shape}, y_{suffix} is {None if y is None else y.shape}"
                 raise DataError(f"{path}: {shapes}; expected a label, or a row of labels or values, per image.")
             widths.add(1 if y.ndim == 1 else y.shape[1])
@@ -243,13 +273,13 @@ def _idx(path: Path, dimensions: int) -> np.ndarray:
     """Two zero bytes, the type (8: uint8), the number of dimensions, each size as a big-endian uint32, the values."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error, struct.error) as error:
         raise DataError(f"{path}: cannot be read ({error}).") from error
     begins = struct.pack(">HBB", 0, 8, dimensions)
     if raw[:4] != begins:
         raise DataError(f"{path}: begins with {raw[:4].hex(' ')}, an IDX file of such values with {begins.hex(' ')}.")
     sizes = struct.unpack_from(f">{dimensions}I", raw, 4) if len(raw) >= 4 + 4 * dimensions else (0,)
-    count = int(np.prod(sizes, dtype=np.int64))
+    count = math.prod(sizes)
     start = 4 + 4 * dimensions
     if len(raw) - start != count:
         raise DataError(f"{path}: {len(raw) - start} bytes of values where its header promises {count}: it is cut off.")
@@ -286,14 +316,17 @@ def read_parquet(path: Path, columns: Columns) -> Found:
                     f"{files[0]}: no column {column!r} among {', '.join(table.column_names)}. "
                     f"Name the right ones with --image-column and --label-column."
                 )
-        told = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
-        features = told.get("info", {}).get("features", {})
+        try:
+            told = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
+            features = told.get("info", {}).get("features", {})
+            if len(columns.labels) == 1:
+                feature = features.get(columns.labels[0], {})
+                # A list of classes is written as [feature] or as {"feature": feature, "_type": "Sequence" or "List"}.
+                inner = feature[0] if isinstance(feature, list) else feature.get("feature", feature)
+                classes = list(inner.get("names") or ()) or classes
+        except (ValueError, AttributeError, TypeError) as error:
+            raise DataError(f"{files[0]}: its Hugging Face metadata cannot be read ({error}).") from error
         source = str(path if len(files) > 1 else files[0])
-        if len(columns.labels) == 1:
-            feature = features.get(columns.labels[0], {})
-            # A list of classes is written as [feature] or as {"feature": feature, "_type": "Sequence" or "List"}.
-            inner = feature[0] if isinstance(feature, list) else feature.get("feature", feature)
-            classes = inner.get("names") or classes
         values = table.select(list(columns.labels)).to_pylist()
         pixels = ImageRows(
             source, table.column(image), np.arange(table.num_rows), path if path.is_dir() else path.parent

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from vit_memory.data.decoding import Encoded, decode
-from vit_memory.data.splits import Split
+from vit_memory.data.splits import WHY_EMPTY, Split
 from vit_memory.data.transforms import Training, Transform
 from vit_memory.errors import BadImage, DataError
 
@@ -50,10 +50,15 @@ class BadImages:
     def __len__(self) -> int:
         return len(self.reasons)
 
+    @property
+    def first(self) -> BadImage | None:
+        """The one that was found first, if any."""
+        return next((BadImage(name, reason) for name, reason in self.reasons.items()), None)
+
     def write(self, path: Path) -> None:
         """One line each: name, tab, reason."""
         lines = [f"{name}\t{reason}\n" for name, reason in sorted(self.reasons.items())]
-        path.write_text("".join(lines), encoding="utf-8")
+        path.write_text("".join(lines), encoding="utf-8", errors="surrogateescape")  # names are bytes, of any encoding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +76,7 @@ class Loader:
         if self.batch_size < 1:
             raise DataError(f"the batch size is {self.batch_size}; expected 1 or more.")
         if not len(self.split):
-            raise DataError("the split holds no images.")
+            raise DataError(f"the split holds no images: {WHY_EMPTY}.")
 
     def batches(self, order: Sequence[int] | None = None, view: int = 0, seed: int = 0) -> Iterator[Batch]:
         """Batches in that order of places in the split; `view` and `seed` choose the augmentation of every image."""
@@ -85,19 +90,19 @@ class Loader:
         A plan of many epochs keeps the workers busy across their borders.
         """
         work = _Work(self.split, self.transform, groups, seed, self.on_bad_image)
+        workers = min(self.workers, len(groups))
         made: Any = (
             (work[i] for i in range(len(groups)))
-            if self.workers == 0
+            if workers == 0  # none were asked for, or there is nothing to load
             else DataLoader(
                 work,
                 batch_size=None,
-                num_workers=min(self.workers, len(groups)),
+                num_workers=workers,
                 prefetch_factor=4,
                 worker_init_fn=_one_thread,
                 generator=torch.Generator(),  # the caller's randomness is left alone
             )
         )
-        good = 0
         for result in made:
             if isinstance(result, BadImage):
                 advice = "Mend or remove it, or leave bad images out: --on-bad-image skip"
@@ -105,12 +110,32 @@ class Loader:
             images, indices, bad = result
             for name, reason in bad:
                 self.bad.add(name, reason)
-            good += len(indices)
             targets = torch.from_numpy(self.split.targets)[indices]
             yield Batch(self.transform.normalised(images), targets, indices)
-        if groups and not good:
-            name, reason = next(iter(self.bad.reasons.items()))
-            raise DataError(f"not one image can be used; the first, {name}: {reason}")
+
+    def check_usable(self, what: str) -> None:
+        """Raise DataError if not one image of the split can be loaded; `what` is "training image" or the like.
+
+        Stops at the first good image, so it costs one image as a rule. Where bad images are not skipped, the first of
+        them raises when it is loaded, and nothing is checked here.
+        """
+        if self.on_bad_image == "fail":
+            return
+        first: BadImage | None = None
+        for place in range(len(self.split)):
+            try:
+                load_one(self.split, place, self.transform, view_seed(0, 0, place))
+            except BadImage as error:
+                first = first or error
+            else:
+                return
+        raise nothing_usable(what, first)
+
+
+def nothing_usable(what: str, first: BadImage | None) -> DataError:
+    """The error for images that are all bad; `what` is "training image" or the like."""
+    reason = "" if first is None else f"; the first, {first}"
+    return DataError(f"not one {what} can be used{reason}. vit-memory data lists all bad images.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -46,6 +46,11 @@ def open_named(name: str, data_dir: Path | None, download: bool) -> Found:
             f"{data_dir}: {name} is not there whole: {error.filename or error} is missing. Expected: {known.needs}. "
             f"To get it, {offer} its official archives there."
         ) from error
+    except (LookupError, ValueError, TypeError, AttributeError) as error:  # lists that are cut off, or other ones
+        raise DataError(
+            f"{data_dir}: the files of {name} are damaged or not the official ones ({type(error).__name__}: {error}). "
+            f"Unpack its official archives again. Expected: {known.needs}."
+        ) from error
 
 
 def _download(name: str, known: Named, data_dir: Path) -> None:

@@ -91,7 +91,10 @@ def open_data(
     ('0', '1', '2', '3', '4', '5', '6', '7', '8', '9')
     """
     columns = Columns(image_column, (label_column,) if isinstance(label_column, str) else tuple(label_column))
-    found = _find(str(source), columns, None if data_dir is None else Path(data_dir), download)
+    try:
+        found = _find(str(source), columns, None if data_dir is None else Path(data_dir), download)
+    except OSError as error:  # a folder or table that may not be read, a name that is too long
+        raise DataError(f"{source}: cannot be read ({error}).") from error
     if not any(len(part.labels) for part in found.parts.values()):
         raise DataError(f"{source}: no images in it. {LAYOUTS}")
     return _settle(str(source), found, seed, kind, labels)

@@ -18,6 +18,11 @@ from vit_memory.task import Kind
 
 SHARE = 0.2  # of a class's images, for a test or validation split that has to be drawn
 _QUANTILES = 10
+WHY_EMPTY = (
+    "a split is drawn from classes with at least two different images that have one label only (copies count once). "
+    "Add images, three different ones per class at least, or bring your own splits: DATA/train/, DATA/val/ and "
+    "DATA/test/, or a column split in a table"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 from vit_memory.backbone import Backbone, load_backbone
 from vit_memory.data.decoding import EXTENSIONS
 from vit_memory.data.images import ImageFiles
-from vit_memory.data.loading import BadImages, Loader, OnBadImage
+from vit_memory.data.loading import BadImages, Loader, OnBadImage, nothing_usable
 from vit_memory.data.splits import Split
 from vit_memory.data.transforms import Evaluation
 from vit_memory.errors import BackboneMismatch, DataError, TaskError
@@ -126,6 +126,8 @@ def evaluate(
             targets.append(part.targets)
             for name, outputs in _outputs(model, part.images, names, pool).items():
                 collected[name].append(outputs)
+    if not targets:
+        raise nothing_usable("image", loader.bad.first)
     known = torch.cat(targets)
     return {
         name: score_task(task, torch.cat(collected[name]), _in_order_of(task, known, labels))

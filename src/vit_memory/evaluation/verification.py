@@ -38,7 +38,7 @@ class Verdict:
 
 def random_tasks(backbone: Backbone, count: int, seed: int) -> list[Task]:
     """Tasks of all composable regimes and kinds and several sizes, in a random acyclic graph, of unit scale."""
-    chance = random.Random(seed)
+    chance, kinds = random.Random(seed), random.Random(f"kinds {seed}")
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(like: Tensor, std: float) -> Tensor:
@@ -47,7 +47,7 @@ def random_tasks(backbone: Backbone, count: int, seed: int) -> list[Task]:
     tasks: list[Task] = []
     for i in range(count):
         regime = chance.choice(("memory", "memory", "memory", "class", "head"))
-        kind = chance.choice(get_args(Kind))
+        kind = kinds.choice(get_args(Kind))
         parents = [task.name for task in tasks if chance.random() < 0.3]
         fresh = new_task(
             backbone,
@@ -63,8 +63,8 @@ def random_tasks(backbone: Backbone, count: int, seed: int) -> list[Task]:
         tasks.append(
             replace(
                 fresh,
-                thresholds=tuple(chance.random() for _ in range(count)) if kind == "multi-label" else None,
-                target_scale=_random_scale(chance, count) if kind == "regression" else None,
+                thresholds=tuple(kinds.random() for _ in range(count)) if kind == "multi-label" else None,
+                target_scale=_random_scale(kinds, count) if kind == "regression" else None,
                 class_token=None if token is None else token + drawn(token, 0.5),
                 memory=drawn(fresh.memory, 0.5),
                 head_weight=drawn(fresh.head_weight, backbone.width**-0.5),

@@ -34,6 +34,7 @@ from vit_memory.families.roles import Original
 from vit_memory.files.atomic import write_atomic
 from vit_memory.parallel import FEWEST, PieceThreads
 from vit_memory.trunk import RoomPerThread, Trunk, run_trunk
+from vit_memory.user_cache import user_cache_folder
 
 CacheMode = Literal["auto", "ram", "disk", "off"]
 CacheDtype = Literal["float16", "bfloat16", "float32"]
@@ -75,8 +76,7 @@ class Cache:
 
 def default_folder() -> Path:
     """Where disk stores lie unless told: the user's cache, which may be emptied at any time."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "vit-memory" / "trunks"
+    return user_cache_folder() / "trunks"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from vit_memory.backbone import Backbone
-from vit_memory.data.loading import BadImages, Loader, OnBadImage
-from vit_memory.data.splits import Split
+from vit_memory.data.loading import BadImages, Loader, OnBadImage, nothing_usable
+from vit_memory.data.splits import WHY_EMPTY, Split
 from vit_memory.data.transforms import Evaluation, Training
 from vit_memory.errors import BackboneMismatch, TrainingError, TrainingStopped
 from vit_memory.families.roles import Preprocessing
@@ -128,10 +128,12 @@ def fit(
         if report is not None:
             report(Progress(done, rows, stage="storing"))
 
+    train_loader = Loader(train, view, GROUP, workers, on_bad_image, bad)
+    validation_loader = Loader(validation, Evaluation(facts), GROUP, workers, on_bad_image, bad)
     food = feed(
         sweep,
-        Loader(train, view, GROUP, workers, on_bad_image, bad),
-        Loader(validation, Evaluation(facts), GROUP, workers, on_bad_image, bad),
+        train_loader,
+        validation_loader,
         cache or Cache(),
         crew,
         decided or (lambda kind: None),
@@ -147,9 +149,11 @@ def fit(
             write_checkpoint(checkpoint, key, sweep, course.since, course.standing)
 
     with PieceThreads(backbone.device, standing.threads) as pool:
-        course = _Course(sweep, food, crew, pool, standing, since)
+        course = _Course(sweep, food, crew, pool, standing, since, train_loader)
         ended = course.tired or standing.step == recipe.steps  # resumed, but there is nothing left to do
         if not ended:
+            train_loader.check_usable("training image")
+            validation_loader.check_usable("validation image")
             food.prepare(storing, asked_to_stop, pool)
         for chunks in () if ended else food.steps(standing.step, pool.threads):
             course.learn(chunks)
@@ -174,10 +178,21 @@ class _Course:
     """A sweep on its way through the steps: what it has seen, and what became of every setting."""
 
     def __init__(
-        self, sweep: Sweep, food: Feed, crew: Crew, threads: PieceThreads, standing: Standing, since: Tensor
+        self,
+        sweep: Sweep,
+        food: Feed,
+        crew: Crew,
+        threads: PieceThreads,
+        standing: Standing,
+        since: Tensor,
+        train: Loader,
     ) -> None:
         self.sweep, self.food, self.crew, self.threads = sweep, food, crew, threads
-        self.standing, self.since = standing, since
+        self.standing, self.since, self.bad = standing, since, train.bad
+        images = len(train.split)
+        # Every epoch has its own order, so only twice its steps are sure to hold one whole epoch.
+        self.most_empty_steps = 2 * math.ceil(images / min(sweep.recipe.batch, images))
+        self.empty_steps = 0
 
     def forget_losses(self) -> None:
         """Begin to count anew."""
@@ -199,6 +214,9 @@ class _Course:
         count += sum(len(chunk.indices) for chunk in chunks)
         self.crew.sum([*sweep.gradients(), losses, count])
         standing.step += 1
+        self.empty_steps = 0 if count else self.empty_steps + 1
+        if self.empty_steps >= self.most_empty_steps:  # they were usable when the training began: files were removed
+            raise nothing_usable("training image", self.bad.first)
         if not count:  # a batch whose images are all bad
             return
         losses /= count
@@ -223,13 +241,16 @@ class _Course:
         """Every setting's score on the validation images, NaN for those that were stopped."""
         sweep, standing, device = self.sweep, self.standing, self.sweep.backbone.device
         objective = sweep.objective
-        sums = objective.start(len(sweep.settings), device)
+        sums, count = objective.start(len(sweep.settings), device), torch.zeros(1, device=device)
         sweep.leaves()
         for chunks in self.food.validation(self.threads.threads):
             for some in self.threads.rounds(chunks):
                 for chunk, outputs in zip(some, self.threads.map(self._outputs, some), strict=True):
                     objective.add(sums, outputs, chunk.targets.to(device), chunk.indices.to(device))
-        self.crew.sum(sums)
+                    count += len(chunk.indices)
+        self.crew.sum([*sums, count])
+        if not count:
+            raise nothing_usable("validation image", self.bad.first)
         scores = torch.where(sweep.alive, objective.scores(sums).to(device), math.nan).tolist()
         before = standing.best
         improved = [new > (-math.inf if old is None else old) for new, old in zip(scores, before, strict=True)]
@@ -295,7 +316,7 @@ def _check(backbone: Backbone, tasks: Sequence[Task], train: Split, validation: 
             raise BackboneMismatch(f"task {task.name!r} was made for {task.backbone.name}, not for {backbone.name}.")
     for name, split in (("training", train), ("validation", validation)):
         if not len(split):
-            raise TrainingError(f"the {name} split holds no images.")
+            raise TrainingError(f"the {name} split holds no images: {WHY_EMPTY}.")
 
 
 def _recorded(task: Task, setting: Setting, recipe: Recipe, facts: Preprocessing, metrics: Mapping[str, float]) -> Task:

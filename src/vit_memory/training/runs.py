@@ -11,6 +11,7 @@ bad-images.tsv               images that were left out, with the reason, if any
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -188,7 +189,8 @@ def _save_best(folder: Path, name: str, result: FitResult, told: Mapping[str, An
 
 class _Log:
     """One line per look. A resumed training may look again at what it looked at before it was stopped: the later
-    line counts, and the earlier one goes when the curves are drawn.
+    line counts, and the earlier one goes when the curves are drawn. A power cut may leave a line cut off: it stays in
+    the file, on a line of its own, and is left out of the curves.
     """
 
     def __init__(self, folder: Path, *, anew: bool) -> None:
@@ -197,12 +199,18 @@ class _Log:
             self.path.unlink(missing_ok=True)
 
     def add(self, progress: Progress) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": round(time.time(), 3), **_plain(progress)}) + "\n")
+        line = json.dumps({"time": round(time.time(), 3), **_plain(progress)}).encode() + b"\n"
+        with self.path.open("a+b") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else b"\n" + line
+            file.write(line)  # at the end, wherever was read
 
     def draw(self, names: Sequence[str]) -> None:
         """Curves of every setting, as a picture and for TensorBoard."""
-        lines = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+        lines = self._read()
+        if not lines:
+            return
         rows = {line["step"]: line for line in lines}  # the later of two
         drawn: dict[str, dict[str, list[tuple[int, float]]]] = {}
         for key in ("losses", "scores"):
@@ -210,13 +218,26 @@ class _Log:
                 name: [(step, rows[step][key][i]) for step in sorted(rows) if rows[step][key][i] is not None]
                 for i, name in enumerate(names)
             }
-        score = f"validation {lines[0]['metric']}" if lines else "validation"
+        score = f"validation {lines[0]['metric']}"
         write_atomic(self.folder / "curves.png", [draw_curves(drawn["losses"], drawn["scores"], score)])
         tags = {"losses": "loss", "scores": score}
         for i, name in enumerate(names):
             scalars = {tag: drawn[key][name] for key, tag in tags.items()}
             place = name.replace(", ", "_").replace(" ", "_")
             write_events(self.folder / "tensorboard" / place, str(i), lines[0]["time"], scalars)
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The lines that are whole."""
+        content = self.path.read_bytes() if self.path.exists() else b""
+        whole = []
+        for line in content.split(b"\n"):
+            try:
+                row = json.loads(line.decode())
+            except ValueError:  # no JSON, or no UTF-8
+                continue
+            if isinstance(row, dict) and {"step", "time", "losses", "metric", "scores"} <= row.keys():
+                whole.append(row)
+        return whole
 
 
 def _read_begun(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
