@@ -107,7 +107,7 @@ class MemoryViT(nn.Module):
     def add(self, *tasks: Task) -> None:
         """Attach tasks, all or none. They may extend attached ones and each other."""
         for task in tasks:
-            _check_fits(task, self.backbone)
+            check_trained_on(task, self.backbone)
         old = self._snapshot
         self._snapshot = _Snapshot(old.graph.add(*tasks), dict(old.kept))
 
@@ -251,9 +251,12 @@ def _answer(selection: _Selection, original: Original, features: Tensor | None) 
     return Outputs(original, answers)
 
 
-def _check_fits(task: Task, backbone: Backbone) -> None:
+def check_trained_on(task: Task, backbone: Backbone) -> None:
+    """Raise BackboneMismatch unless the task was trained on exactly this backbone: the same shape and weights."""
     trained, here = task.backbone, backbone.identity
     remedy = f"Load {trained.name}, or train the task again on {here.name}."
+    if task.regime == "full":  # it names the backbone that it started from; the weights are its own
+        remedy = f"Load the backbone that was trained with it: {task.name}.backbone.safetensors beside its task file."
     if (trained.width, trained.depth, trained.heads) != (here.width, here.depth, here.heads):
         raise BackboneMismatch(
             f"task {task.name!r} was trained on {trained.name} (width {trained.width}, {trained.depth} blocks, "
