@@ -148,10 +148,42 @@ def test_a_crash_between_file_and_manifest_leaves_the_old_bundle(diamond, monkey
     assert list(Bundle.open(diamond.folder).check()) == ["top", "left", "right", "bottom"]
 
 
-def test_save_pretrained_and_from_pretrained_keep_everything(diamond, tmp_path):
-    diamond.save_pretrained(tmp_path / "copy")
-    assert content(tmp_path / "copy") == content(diamond.folder)
-    assert Bundle.from_pretrained(str(tmp_path / "copy")).entries == diamond.entries
+def test_save_pretrained_and_from_pretrained_keep_every_byte(diamond, tmp_path):
+    late = trained(tiny_backbone(), "late", parents=[diamond.task("top")])
+    bundle = diamond.add([late], half=True)
+    bundle.save_pretrained(tmp_path / "copy")
+    assert content(tmp_path / "copy") == content(bundle.folder)
+    copied = Bundle.from_pretrained(str(tmp_path / "copy"))
+    assert copied.entries == bundle.entries
+    assert copied.task("late").memory.dtype == torch.float16
+
+
+def test_a_bundle_keeps_the_precision_of_the_files_it_is_given(tmp_path):
+    backbone = tiny_backbone()
+    trained(backbone, "half").save(tmp_path / "half.safetensors", half=True)
+    trained(backbone, "full").save(tmp_path / "full.safetensors")
+    assert run("bundle", "create", tmp_path / "kept", tmp_path / "half.safetensors").exit_code == 0
+    assert run("bundle", "add", tmp_path / "kept", tmp_path / "full.safetensors").exit_code == 0
+    for name in ("half", "full"):
+        given = (tmp_path / f"{name}.safetensors").read_bytes()
+        assert (tmp_path / "kept" / "tasks" / f"{name}.safetensors").read_bytes() == given
+    assert run("bundle", "create", tmp_path / "small", tmp_path / "full.safetensors", "--half").exit_code == 0
+    assert Bundle.open(tmp_path / "small").task("full").memory.dtype == torch.float16
+
+
+def test_a_file_that_changes_while_a_bundle_is_copied_is_not_copied(diamond, tmp_path, monkeypatch):
+    honest = Bundle.check
+
+    def changed_meanwhile(bundle):
+        graph = honest(bundle)
+        left, right = (bundle.folder / "tasks" / f"{name}.safetensors" for name in ("left", "right"))
+        left.write_bytes(right.read_bytes())
+        return graph
+
+    monkeypatch.setattr(Bundle, "check", changed_meanwhile)
+    with pytest.raises(DamagedFile, match="left.safetensors: is not the file that bundle.json speaks of"):
+        diamond.save_pretrained(tmp_path / "copy")
+    assert not (tmp_path / "copy" / "bundle.json").exists()
 
 
 def edited(bundle, change):

@@ -108,7 +108,8 @@ def stub(tmp_path, monkeypatch):
 def bundle(tmp_path):
     backbone = tiny_backbone()
     coarse = trained(backbone, "coarse", labels=["a | b", "<script>"])
-    return Bundle.create(tmp_path / "bundle", backbone, [coarse, trained(backbone, "fine", parents=[coarse])])
+    fine = trained(backbone, "fine", parents=[coarse])
+    return Bundle.create(tmp_path / "bundle", backbone, [coarse]).add([fine], half=True)
 
 
 def test_what_is_pushed_comes_back_the_same(stub, bundle, tmp_path):
@@ -119,6 +120,8 @@ def test_what_is_pushed_comes_back_the_same(stub, bundle, tmp_path):
     assert sorted(stub.files) == ["README.md", "bundle.json", "tasks/coarse.safetensors", "tasks/fine.safetensors"]
     pulled = hub.pull("user/repo", out=tmp_path / "pulled", endpoint=stub.address)
     assert pulled.folder == tmp_path / "pulled"
+    for name in ("bundle.json", "tasks/coarse.safetensors", "tasks/fine.safetensors"):
+        assert (pulled.folder / name).read_bytes() == (bundle.folder / name).read_bytes(), name
     here, there = (b.model(tiny_backbone())(images()) for b in (bundle, pulled))
     assert all(torch.equal(here[name], there[name]) for name in here)
     cached = Bundle.from_pretrained("user/repo", endpoint=stub.address)

@@ -130,6 +130,19 @@ def test_half_precision_keeps_its_descent(tmp_path):
     assert Task.load(tmp_path / "again.safetensors").record.half_of == parent.digest
 
 
+def test_a_task_is_written_in_the_precision_it_has_unless_another_is_asked_for(tmp_path):
+    half, again, full = (tmp_path / f"{name}.safetensors" for name in ("half", "again", "full"))
+    task = vit_b_task()
+    task.save(half, half=True)
+    Task.load(half).save(again)
+    assert again.read_bytes() == half.read_bytes()
+    Task.load(half).save(full, half=False)
+    assert Task.load(full).memory.dtype == torch.float32
+    assert Task.load(full).digest == Task.load(half).digest
+    replace(task, memory=task.memory.half()).save(full)  # of two precisions: the larger
+    assert Task.load(full).head_weight.dtype == Task.load(full).memory.dtype == torch.float32
+
+
 def test_values_that_no_file_should_hold_are_not_saved(tmp_path):
     path = tmp_path / "task.safetensors"
     task = vit_b_task()

@@ -1,12 +1,15 @@
 """MemoryViT: one backbone, its tasks, and all their answers in one pass.
 
-The task set is an immutable snapshot that `add` and `remove` replace; a call works on the snapshot it found, so calls
-from several threads never see half a change. There is no active task: a call names its tasks.
+The task set is a snapshot that `add` and `remove` replace, one at a time; a call takes the snapshot once and works on
+that, so calls from several threads never see half a change, and no change is lost. There is no active task: a call
+names its tasks.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,11 +79,15 @@ class _Selection:
 
 @dataclass(slots=True, eq=False)
 class _Snapshot:
-    """One version of the task set, with what was computed for it so far."""
+    """One version of the task set, with what was computed for it so far.
+
+    Calls in several threads fill the two caches without a lock: a cache is never changed, only replaced by a larger
+    copy. Of two replacements at once one is lost, and computed again when it is needed.
+    """
 
     graph: TaskGraph
-    kept: dict[str, _Kept] = field(default_factory=dict)
-    selections: dict[tuple[str, ...], _Selection] = field(default_factory=dict)
+    kept: Mapping[str, _Kept] = field(default_factory=dict)
+    selections: Mapping[tuple[str, ...], _Selection] = field(default_factory=dict)
 
 
 class MemoryViT(nn.Module):
@@ -96,6 +103,7 @@ class MemoryViT(nn.Module):
         super().__init__()
         self.backbone = backbone
         self._plan = JoinPlan(backbone.roles)
+        self._write_lock = threading.Lock()  # held by whoever replaces the snapshot; calls do not take it
         self._snapshot = _Snapshot(TaskGraph())
         self.add(*tasks)
 
@@ -107,15 +115,17 @@ class MemoryViT(nn.Module):
     def add(self, *tasks: Task) -> None:
         """Attach tasks, all or none. They may extend attached ones and each other."""
         for task in tasks:
-            _check_fits(task, self.backbone)
-        old = self._snapshot
-        self._snapshot = _Snapshot(old.graph.add(*tasks), dict(old.kept))
+            check_trained_on(task, self.backbone)
+        with self._write_lock:
+            old = self._snapshot
+            self._snapshot = _Snapshot(old.graph.add(*tasks), old.kept)
 
     def remove(self, *names: str) -> None:
         """Detach tasks, all or none; refused while another task extends one of them."""
-        old = self._snapshot
-        graph = old.graph.remove(*names)
-        self._snapshot = _Snapshot(graph, {name: kept for name, kept in old.kept.items() if name in graph})
+        with self._write_lock:
+            old = self._snapshot
+            graph = old.graph.remove(*names)
+            self._snapshot = _Snapshot(graph, {name: kept for name, kept in old.kept.items() if name in graph})
 
     def forward(self, images: Tensor, tasks: Sequence[str] | None = None) -> Outputs:
         """Answer for `tasks` (all attached ones by default) and for the backbone, in one pass.
@@ -146,13 +156,14 @@ class MemoryViT(nn.Module):
     @torch.no_grad()
     def explain(self, image: Tensor, task: str) -> Explanation:
         """Where the task's class token looked in one image (C, height, width) or (1, C, height, width)."""
-        graph = self.tasks
+        snapshot = self._snapshot
+        graph = snapshot.graph
         if graph[task].class_token is None:
             raise TaskError(f"task {task!r} is of regime 'head': it has no class token of its own that could look.")
         images = self.backbone.check_images(image[None] if image.dim() == 3 else image)
         if len(images) != 1:
             raise TaskError(f"explain looks at one image, {len(images)} given.")
-        readers = self._select((task,)).readers
+        readers = self._select((task,), snapshot).readers
         assert readers is not None  # a task with a class token has a reader
         looks: list[Looks] = []
         roles = self.backbone.roles
@@ -160,8 +171,8 @@ class MemoryViT(nn.Module):
         grid = images.shape[-2] // roles.patch_size[0], images.shape[-1] // roles.patch_size[1]
         return explain_looks(graph, task, readers.seating, looks, roles.prefix, grid)
 
-    def _select(self, names: Sequence[str] | None) -> _Selection:
-        snapshot = self._snapshot
+    def _select(self, names: Sequence[str] | None, snapshot: _Snapshot | None = None) -> _Selection:
+        snapshot = snapshot or self._snapshot
         if isinstance(names, str):
             raise UnknownTask(f"tasks is {names!r}; give a list of names: [{names!r}].")
         wanted = tuple(snapshot.graph) if names is None else tuple(dict.fromkeys(names))
@@ -169,9 +180,8 @@ class MemoryViT(nn.Module):
         if found is None:
             found = self._assemble(snapshot, wanted)
             if not torch.compiler.is_compiling():  # a tracer's tensors must not outlive the trace
-                if len(snapshot.selections) >= _KEPT_SELECTIONS:
-                    snapshot.selections.clear()
-                snapshot.selections[wanted] = found
+                others = snapshot.selections if len(snapshot.selections) < _KEPT_SELECTIONS else {}
+                snapshot.selections = {**others, wanted: found}
         return found
 
     @torch.no_grad()
@@ -181,7 +191,7 @@ class MemoryViT(nn.Module):
         for name in graph.with_ancestors(wanted):
             kept[name] = snapshot.kept.get(name) or _keep(graph[name], self.backbone)
         if not torch.compiler.is_compiling():
-            snapshot.kept.update(kept)
+            snapshot.kept = {**snapshot.kept, **kept}
         seating = seat_tasks(graph, [name for name in kept if kept[name].token is not None], self.backbone.device)
         position = {name: i for i, name in enumerate(seating.names)}
         readers = None
@@ -202,9 +212,17 @@ class MemoryViT(nn.Module):
 
     def _apply(self, fn, recurse: bool = True) -> "MemoryViT":  # type: ignore[no-untyped-def]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._plan = JoinPlan(self.backbone.roles)
-        self._snapshot = _Snapshot(self._snapshot.graph)  # tasks are cast anew from their own float32
+        with self._write_lock:
+            self._plan = JoinPlan(self.backbone.roles)
+            self._snapshot = _Snapshot(self._snapshot.graph)  # tasks are cast anew from their own float32
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_write_lock"}  # locks are not copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._write_lock = threading.Lock()
 
 
 def seat_tasks(graph: TaskGraph, names: Sequence[str], device: torch.device) -> Seating:
@@ -252,9 +270,12 @@ def _answer(selection: _Selection, original: Original, features: Tensor | None) 
     return Outputs(original, answers)
 
 
-def _check_fits(task: Task, backbone: Backbone) -> None:
+def check_trained_on(task: Task, backbone: Backbone) -> None:
+    """Raise BackboneMismatch unless the task was trained on exactly this backbone: the same shape and weights."""
     trained, here = task.backbone, backbone.identity
     remedy = f"Load {trained.name}, or train the task again on {here.name}."
+    if task.regime == "full":  # it names the backbone that it started from; the weights are its own
+        remedy = f"Load the backbone that was trained with it: {task.name}.backbone.safetensors beside its task file."
     if (trained.width, trained.depth, trained.heads) != (here.width, here.depth, here.heads):
         raise BackboneMismatch(
             f"task {task.name!r} was trained on {trained.name} (width {trained.width}, {trained.depth} blocks, "

@@ -20,7 +20,7 @@ from vit_memory.errors import TaskError
 from vit_memory.families.roles import Block, Original, Roles, Rotation
 from vit_memory.graph import TaskGraph
 from vit_memory.model import Outputs
-from vit_memory.task import COMPOSABLE, Regime, Task, head_output
+from vit_memory.task import COMPOSABLE, Regime, Task
 from vit_memory.trunk import by_heads, finish_block, split_qkv
 
 
@@ -74,8 +74,7 @@ def dense_forward(backbone: Backbone, tasks: Sequence[Task], images: Tensor) -> 
     answers = {}
     for task in tasks:
         feature = original.feature if task.class_token is None else features[:, readers.index(task)]
-        scale = None if task.target_scale is None else task.target_scale.tensor(feature.device)
-        answers[task.name] = head_output(feature, task.head_weight.to(feature), task.head_bias.to(feature), scale)
+        answers[task.name] = task.answer(feature)
     return Outputs(original, answers)
 
 

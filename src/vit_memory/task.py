@@ -177,8 +177,16 @@ class Task:
                 digest.update(values.numpy().tobytes())
         return digest.hexdigest()
 
-    def save(self, path: Path | str, *, half: bool = False) -> None:
-        """Write a task file, whole or not at all; the same task gives the same bytes. `half` keeps float16."""
+    def answer(self, feature: Tensor) -> Tensor:
+        """Its output (…, C) for the final, normed class tokens or pooled features (…, D)."""
+        scale = None if self.target_scale is None else self.target_scale.tensor(feature.device)
+        return head_output(feature, self.head_weight.to(feature), self.head_bias.to(feature), scale)
+
+    def save(self, path: Path | str, *, half: bool | None = None) -> None:
+        """Write a task file, whole or not at all; the same task gives the same bytes.
+
+        `half` writes float16 (True) or float32 (False); by default float16 if all tensors are, else float32.
+        """
         from vit_memory.files.taskfile import write_task  # noqa: PLC0415 - files stand on tasks, not tasks on files
 
         write_task(self, path, half=half)

@@ -13,11 +13,12 @@ from vit_memory.data.loading import Loader
 from vit_memory.data.transforms import Training
 from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
+from vit_memory.standalone import StandaloneModel
 from vit_memory.training.crew import Crew
 from vit_memory.training.feeding import plan_steps
 from vit_memory.training.loop import fit
 from vit_memory.training.recipe import Recipe
-from vit_memory.training.regimes import REGIMES, Alone, sweep_of
+from vit_memory.training.regimes import REGIMES, sweep_of
 from vit_memory.training.sweep import Setting
 
 RECIPE = Recipe(steps=40, batch=12, augment="none", learning_rates=(0.05, 0.2), evaluate_every=20)
@@ -33,7 +34,7 @@ def test_a_regime_that_does_not_compose_learns_and_answers_as_it_was_judged(back
     assert result.best.score > 0.5  # of three colours
     for name, value in backbone.model.state_dict().items():
         assert torch.equal(value, before[name]), name
-    model = Alone(result.best.backbone or backbone, result.best.task)
+    model = StandaloneModel(result.best.backbone or backbone, result.best.task)
     assert result.best.task.backbone.fingerprint == model.backbone.fingerprint
     loader = Loader(validation, Training(FACTS, augment="none"), 30)
     (batch,) = loader.batches()

@@ -211,7 +211,10 @@ def test_what_cannot_be_trained_is_refused_before_any_work(backbone):
     refused("extends colour, but given as parents were none", [fresh(backbone, parents=["colour"])])
     refused("given as parents were other", [fresh(backbone)], parents=[trained(backbone, "other")])
     elsewhere = load_backbone(tiny_backbone("deit").model)
-    refused("was made for", [new_task(elsewhere, "tint", LABELS)], error=BackboneMismatch)
+    refused("task 'tint' was trained on", [new_task(elsewhere, "tint", LABELS)], error=BackboneMismatch)
+    stranger = trained(elsewhere, "stranger")
+    child = fresh(backbone, parents=[stranger])
+    refused("task 'stranger' was trained on", [child], parents=[stranger], error=BackboneMismatch)
     with pytest.raises(TrainingError, match="does not say how its images are prepared"):
         fit(tiny_backbone(), [new_task(tiny_backbone(), "tint", LABELS)], train, validation)
     with pytest.raises(TrainingError, match=r"steps is 0; expected 1 or more; learning_rates is \(\)"):

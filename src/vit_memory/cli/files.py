@@ -12,7 +12,7 @@ bundle_app = typer.Typer(
 
 BundleFolder = Annotated[Path, typer.Argument(metavar="BUNDLE", help="The bundle's folder.")]
 TaskFiles = Annotated[list[Path], typer.Argument(metavar="FILE…", help="Task files (.safetensors).", exists=True)]
-Half = Annotated[bool, typer.Option("--half", help="Keep the tasks in float16.")]
+Half = Annotated[bool, typer.Option("--half", help="Write the tasks as float16.  [default: as their files are]")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
 
@@ -46,7 +46,7 @@ def create(
     if not files and backbone is None:
         raise typer.BadParameter("give task files, or --backbone for an empty bundle.")
     identity = load_backbone(backbone).identity if backbone else read_task((files or [])[0]).backbone
-    bundle = add_files(Bundle.begin(folder, identity), files or [], half=half)
+    bundle = add_files(Bundle.begin(folder, identity), files or [], half=half or None)
     typer.echo(f"{folder}: {counted(len(bundle.entries), 'task')} for {bundle.backbone.name}")
 
 
@@ -56,7 +56,7 @@ def add(folder: BundleFolder, files: TaskFiles, half: Half = False) -> None:
     from vit_memory.files.bundle import Bundle, add_files
 
     before = Bundle.open(folder)
-    after = add_files(before, files, half=half)
+    after = add_files(before, files, half=half or None)
     typer.echo(f"{folder}: added {', '.join(entry.name for entry in after.entries[len(before.entries) :])}")
 
 

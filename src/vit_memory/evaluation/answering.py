@@ -24,8 +24,8 @@ from vit_memory.files.container import read_container
 from vit_memory.model import MemoryViT
 from vit_memory.parallel import PieceThreads, pieces
 from vit_memory.predictions import Prediction, predictions
+from vit_memory.standalone import StandaloneModel
 from vit_memory.task import COMPOSABLE, Task
-from vit_memory.training.regimes import Alone
 
 _AT_ONCE = 512  # files whose names are held while a folder streams by
 
@@ -39,7 +39,7 @@ class Answered:
     error: str | None = None
 
 
-Model = MemoryViT | Alone
+Model = MemoryViT | StandaloneModel
 
 
 def open_model(sources: Sequence[Path], backbone: str | None = None, device: str = "cpu") -> Model:
@@ -71,7 +71,7 @@ def open_model(sources: Sequence[Path], backbone: str | None = None, device: str
         raise TaskError(
             f"task {task.name!r} is of regime {task.regime!r} and cannot answer beside others; ask it alone."
         )
-    return Alone(_tuned(loaded, task, files[0]) if task.regime == "full" else loaded, task)
+    return StandaloneModel(_tuned(loaded, task, files[0]) if task.regime == "full" else loaded, task)
 
 
 def _tuned(backbone: Backbone, task: Task, path: Path) -> Backbone:

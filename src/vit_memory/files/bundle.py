@@ -88,14 +88,19 @@ class Bundle:
             raise FileError(f"{self.folder}: no task {name!r} in this bundle. Tasks: {known}.")
         path = self.folder / TASKS / entry.file
         task = read_task(path)
-        if task.name != name or task.parents != entry.parents or _sha256(path) != entry.sha256:
+        _content(path, entry)
+        if task.name != name or task.parents != entry.parents:
             raise DamagedFile(
-                f"{path}: is not the file that {MANIFEST} speaks of: replaced or changed since it was added."
+                f"{path}: holds a task {task.name!r} that extends {', '.join(task.parents) or 'nothing'}; "
+                f"{MANIFEST} says {name!r}, which extends {', '.join(entry.parents) or 'nothing'}."
             )
         return task
 
-    def add(self, tasks: Sequence[Task], *, half: bool = False) -> "Bundle":
-        """Put tasks trained apart side by side (concatenation), or on top of one another (extension); all or none."""
+    def add(self, tasks: Sequence[Task], *, half: bool | None = None) -> "Bundle":
+        """Put tasks trained apart side by side (concatenation), or on top of one another (extension); all or none.
+
+        `half` as in `Task.save`: by default, float16 tasks stay float16.
+        """
         self._checked([*self.tasks(), *tasks])
         added: list[Entry] = []
         for task in tasks:
@@ -133,8 +138,13 @@ class Bundle:
         return MemoryViT(backbone or load_backbone(self.backbone.name), self.tasks())
 
     def save_pretrained(self, folder: Path | str) -> None:
-        """Write the bundle to another folder."""
-        Bundle.create(folder, self.backbone, self.tasks())
+        """Copy the bundle to a new or empty folder: the same files, each compared with its checksum on the way."""
+        copied = replace(Bundle.begin(folder, self.backbone), entries=self.entries)
+        self.check()
+        for entry in self.entries:
+            content = _content(self.folder / TASKS / entry.file, entry)
+            write_atomic(copied.folder / TASKS / entry.file, [content])
+        copied._write()
 
     @staticmethod
     def from_pretrained(source: Path | str, **hub_options: Any) -> "Bundle":
@@ -165,7 +175,7 @@ class Bundle:
         write_atomic(self.folder / MANIFEST, [json.dumps(told, indent=2, ensure_ascii=False).encode(), b"\n"])
 
 
-def add_files(bundle: Bundle, paths: Sequence[Path], *, half: bool = False) -> Bundle:
+def add_files(bundle: Bundle, paths: Sequence[Path], *, half: bool | None = None) -> Bundle:
     """Add task files. Parents that are missing are taken from the files beside them, or named."""
     have = {entry.name for entry in bundle.entries}
     hint = f" Add both: vit-memory bundle add {bundle.folder} PARENT TASK"
@@ -204,6 +214,17 @@ def _entry(manifest: Path, told: Mapping[str, Any]) -> Entry:
             f"{manifest}: task {entry.name!r} names the file {entry.file!r}, outside {TASKS}/. Not opened."
         )
     return entry
+
+
+def _content(path: Path, entry: Entry) -> bytes:
+    """The bytes of a task file, compared with the manifest."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read, {error.strerror}.") from error
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise DamagedFile(f"{path}: is not the file that {MANIFEST} speaks of: replaced or changed since it was added.")
+    return content
 
 
 def _sha256(path: Path) -> str:

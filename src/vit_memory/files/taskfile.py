@@ -24,13 +24,19 @@ from vit_memory.task import TargetScale, Task, TaskRecord
 FORMAT, VERSION = "vit-memory-task", 2
 
 
-def write_task(task: Task, path: Path | str, *, half: bool = False) -> None:
-    """Save a task. Equal tasks give equal bytes; `half` keeps float16 and remembers the digest of the full task."""
-    if half and task.record.half_of is None:
-        task = replace(task, record=replace(task.record, half_of=task.digest))
+def write_task(task: Task, path: Path | str, *, half: bool | None = None) -> None:
+    """Save a task. Equal tasks give equal bytes.
+
+    `half=True` writes float16 and records the digest of the full task, `half=False` writes float32. By default a task
+    whose tensors are all float16, as one read from such a file, is written as float16, and any other as float32.
+    """
     tensors = {"memory": task.memory, "head.weight": task.head_weight, "head.bias": task.head_bias}
     if task.class_token is not None:
         tensors["class_token"] = task.class_token
+    if half is None:
+        half = all(tensor.dtype == torch.float16 for tensor in tensors.values())
+    if half and task.record.half_of is None:
+        task = replace(task, record=replace(task.record, half_of=task.digest))
     dtype = torch.float16 if half else torch.float32
     kept = {name: tensors[name].detach().to("cpu", dtype) for name in sorted(tensors)}
     for name, tensor in kept.items():

@@ -15,9 +15,10 @@ from vit_memory.backbone import Backbone
 from vit_memory.data.loading import BadImages, Loader, OnBadImage, nothing_usable
 from vit_memory.data.splits import WHY_EMPTY, Split
 from vit_memory.data.transforms import Evaluation, Training
-from vit_memory.errors import BackboneMismatch, TrainingError, TrainingStopped
+from vit_memory.errors import TrainingError, TrainingStopped
 from vit_memory.families.roles import Preprocessing
 from vit_memory.graph import TaskGraph
+from vit_memory.model import check_trained_on
 from vit_memory.parallel import PieceThreads
 from vit_memory.task import Task
 from vit_memory.training.cache import Cache
@@ -111,7 +112,7 @@ def fit(
     """
     recipe, crew = recipe or Recipe(), crew or Crew()
     facts = _preprocessing(backbone, image_size)
-    _check(backbone, tasks, train, validation)
+    _check(backbone, tasks, parents, train, validation)
     objective = objective_for(tasks[0], recipe, train, validation)
     settings = [
         Setting(task, rate, decay) for task, rate, decay in product(tasks, recipe.learning_rates, recipe.weight_decays)
@@ -307,13 +308,12 @@ def _preprocessing(backbone: Backbone, image_size: int | None) -> Preprocessing:
     return facts if image_size is None else facts.at(image_size)
 
 
-def _check(backbone: Backbone, tasks: Sequence[Task], train: Split, validation: Split) -> None:
+def _check(backbone: Backbone, tasks: Sequence[Task], parents: Sequence[Task], train: Split, validation: Split) -> None:
     """What can be known before any work."""
     if not tasks:
         raise TrainingError("no tasks to train.")
-    for task in tasks:
-        if task.backbone.fingerprint != backbone.fingerprint:
-            raise BackboneMismatch(f"task {task.name!r} was made for {task.backbone.name}, not for {backbone.name}.")
+    for task in (*tasks, *parents):
+        check_trained_on(task, backbone)
     for name, split in (("training", train), ("validation", validation)):
         if not len(split):
             raise TrainingError(f"the {name} split holds no images: {WHY_EMPTY}.")

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from vit_memory.backbone import Backbone
 from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
-from vit_memory.model import Outputs
-from vit_memory.reference import dense_forward, dense_pass
-from vit_memory.task import COMPOSABLE, Regime, Task, head_output
+from vit_memory.reference import dense_pass
+from vit_memory.task import COMPOSABLE, Regime, Task
 from vit_memory.training.masked import MaskedSweep
 from vit_memory.training.objective import Objective
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.sweep import MemorySweep, Seen, Setting, Stack, Sweep
-from vit_memory.trunk import run_trunk
 
 Build = Callable[[Backbone, Sequence[Setting], TaskGraph, Recipe, Objective | None], Sweep]
 
@@ -164,26 +162,6 @@ def sweep_of(
             f"Train the others in runs of their own."
         )
     return builds.pop()(backbone, settings, parents, recipe, objective)
-
-
-class Alone(nn.Module):
-    """A task that does not compose, answering by itself. Asked like a MemoryViT."""
-
-    def __init__(self, backbone: Backbone, task: Task) -> None:
-        super().__init__()
-        self.backbone, self.task = backbone, task
-        self.tasks: Mapping[str, Task] = {task.name: task}
-
-    @torch.no_grad()
-    def forward(self, images: Tensor, tasks: Sequence[str] | None = None) -> Outputs:
-        """The task's answer. `original` is what became of the backbone's own output under the task."""
-        if self.task.regime != "full":
-            return dense_forward(self.backbone, [self.task], images)
-        original = run_trunk(self.backbone.roles, self.backbone.check_images(images), keep=False).original
-        feature, task = original.feature, self.task
-        scale = None if task.target_scale is None else task.target_scale.tensor(feature.device)
-        answer = head_output(feature, task.head_weight.to(feature), task.head_bias.to(feature), scale)
-        return Outputs(original, {task.name: answer})
 
 
 def _refuse_parents(settings: Sequence[Setting], parents: TaskGraph) -> None:
