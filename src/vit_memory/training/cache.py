@@ -258,15 +258,15 @@ class Store:
     def _put(self, view: int, images: Tensor, places: Tensor) -> Tensor:
         """Compute some rows; returns which."""
         backbone, rows = self.backbone, self._rows(view, places)
-        largest = torch.finfo(self.dtype).max
+        largest = largest_kept(backbone.dtype, self.dtype)
         for part in parts(len(rows), self._at_once):
             looked_at = backbone.check_images(images[part].to(backbone.device))
             trunk = run_trunk(backbone.roles, looked_at, room=self._room)
             for i, block in enumerate(zip(trunk.keys, trunk.values, strict=True)):
                 for j, kept in enumerate(block):
-                    # Beyond half precision's range there is only infinity, which would poison every reader.
-                    within = kept.clamp_(-largest, largest) if self.dtype == torch.float16 else kept
-                    self._trunks[rows[part], i, j] = within.to("cpu", self.dtype)
+                    # Beyond a dtype's range there is only infinity, which would poison every reader. The cast comes
+                    # first: in the backbone's dtype the limit itself may round up to a value that is out of range.
+                    self._trunks[rows[part], i, j] = kept.to("cpu", self.dtype).clamp_(-largest, largest)
             self._features[rows[part]] = trunk.original.feature.float().cpu()
         return rows
 
@@ -352,6 +352,14 @@ def _locked(folder: Path | None) -> Iterator[None]:
     with (folder / "store.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def largest_kept(computed: torch.dtype, kept: torch.dtype) -> float:
+    """The largest value of the dtype `kept` that is finite when it is cast back to the dtype `computed`."""
+    bound = min(torch.finfo(computed).max, torch.finfo(kept).max)
+    nearest = float(torch.tensor(bound, dtype=kept))
+    # float16's 65504 is 65536 in bfloat16, where the next value below is 65280.
+    return nearest if nearest <= bound else nearest * (1 - torch.finfo(kept).eps / 2)
 
 
 def parts(count: int, most: int) -> Iterator[slice]:
