@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -109,7 +110,8 @@ def fit(
     bad = BadImages() if bad is None else bad
     view = Training(facts, augment=recipe.augment, flip=recipe.flip, area=recipe.area)
 
-    def asked_to_stop() -> None:
+    def asked_to_stop(check_others: Callable[[], None]) -> None:
+        check_others()
         if stop is not None and stop():
             raise TrainingStopped("stopped before the first step; what was stored on disk will be used again.")
 
@@ -136,7 +138,8 @@ def fit(
 
     ended = course.tired or course.standing.step == recipe.steps  # resumed, but there is nothing left to do
     if not ended:
-        food.prepare(storing, asked_to_stop)
+        with crew.together() as check_others:
+            food.prepare(storing, partial(asked_to_stop, check_others))
     for pieces in () if ended else food.steps(course.standing.step):
         course.learn(pieces)
         step, last = course.standing.step, course.standing.step == recipe.steps
