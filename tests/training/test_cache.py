@@ -1,6 +1,7 @@
 """Promise 5, repeatable: what is trained from stored trunks is what is trained live; a store is never used wrongly."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from test_sweep import FACTS, assert_same_weights, backbone, coloured, fresh  # noqa: F401 - a fixture
 
 from data.test_sources import pictures, write_folder
+from vit_memory import load_backbone
 from vit_memory.data.images import ImageArray, ImageFiles
 from vit_memory.data.loading import BadImages, Loader, default_workers
 from vit_memory.data.splits import Split
@@ -229,17 +231,34 @@ def test_images_that_vanish_during_a_training_end_it(backbone, tmp_path, part): 
         fit(backbone, [fresh(backbone)], *splits, recipe, on_bad_image="skip", report=vanish)
 
 
-def test_values_beyond_half_precision_do_not_become_infinite(backbone, monkeypatch):  # noqa: F811
-    run = caching.run_trunk
+@pytest.mark.parametrize("kept_in", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("computed_in", [torch.float16, torch.bfloat16, torch.float32])
+def test_values_beyond_range_stay_finite_and_others_as_they_are(backbone, monkeypatch, computed_in, kept_in):  # noqa: F811
+    half = load_backbone(backbone.model, preprocessing=FACTS, dtype=computed_in)
+    largest = torch.finfo(computed_in).max
+    extremes = torch.tensor([largest, -largest, math.inf, -math.inf, 70_000.0, -70_000.0]).to(computed_in)
+    run, computed = caching.run_trunk, []
 
-    def huge(roles, images, **rest):
+    def extreme(roles, images, **rest):
         trunk = run(roles, images, **rest)
-        return replace(trunk, keys=tuple(k * 1e9 for k in trunk.keys))
+        for block in (*trunk.keys, *trunk.values):
+            block.view(len(images), -1)[:, :6] = extremes
+        computed.append(torch.stack([torch.stack(pair, 1) for pair in zip(trunk.keys, trunk.values, strict=True)], 1))
+        return trunk
 
-    kept = store(backbone, None).open(disk=False)
-    monkeypatch.setattr(caching, "run_trunk", huge)
+    kept = store(half, None, dtype=kept_in).open(disk=False)
+    monkeypatch.setattr(caching, "run_trunk", extreme)
     kept.fill()
-    assert kept._trunks.isfinite().all()
+    trunk = kept.trunk(torch.arange(kept.rows))
+    read = torch.stack([torch.stack(pair, 1) for pair in zip(trunk.keys, trunk.values, strict=True)], 1)
+    before = torch.cat(computed)
+    for stored in (kept._trunks, read):  # on disk, and cast back to what the backbone computes in
+        assert stored.isfinite().all()
+        assert torch.equal(stored.sign(), before.to(stored.dtype).sign())
+    ordinary = before.abs() < 60_000
+    assert ordinary.float().mean() > 0.9
+    assert torch.equal(kept._trunks[ordinary], before.to(kept.dtype)[ordinary])
+    assert (kept._trunks[~ordinary].double().abs() >= 60_000).all()
 
 
 def test_a_store_says_what_it_is(backbone, tmp_path):  # noqa: F811

@@ -270,13 +270,13 @@ class Store:
     @torch.no_grad()
     def _put_piece(self, piece: tuple[Tensor, Tensor]) -> None:
         images, rows = piece
-        backbone, largest = self.backbone, torch.finfo(self.dtype).max
+        backbone, largest = self.backbone, largest_kept(self.backbone.dtype, self.dtype)
         trunk = run_trunk(backbone.roles, backbone.check_images(images.to(backbone.device)), room=self._rooms.room)
         for i, block in enumerate(zip(trunk.keys, trunk.values, strict=True)):
             for j, kept in enumerate(block):
-                # Beyond half precision's range there is only infinity, which would poison every reader.
-                within = kept.clamp_(-largest, largest) if self.dtype == torch.float16 else kept
-                self._trunks[rows, i, j] = within.to("cpu", self.dtype)
+                # Beyond a dtype's range there is only infinity, which would poison every reader. The cast comes
+                # first: in the backbone's dtype the limit itself may round up to a value that is out of range.
+                self._trunks[rows, i, j] = kept.to("cpu", self.dtype).clamp_(-largest, largest)
         self._features[rows] = trunk.original.feature.float().cpu()
 
     def _settle(self, unsettled: list[Tensor]) -> None:
@@ -361,6 +361,14 @@ def _locked(folder: Path | None) -> Iterator[None]:
     with (folder / "store.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def largest_kept(computed: torch.dtype, kept: torch.dtype) -> float:
+    """The largest value of the dtype `kept` that is finite when it is cast back to the dtype `computed`."""
+    bound = min(torch.finfo(computed).max, torch.finfo(kept).max)
+    nearest = float(torch.tensor(bound, dtype=kept))
+    # float16's 65504 is 65536 in bfloat16, where the next value below is 65280.
+    return nearest if nearest <= bound else nearest * (1 - torch.finfo(kept).eps / 2)
 
 
 def parts(count: int, most: int) -> Iterator[slice]:

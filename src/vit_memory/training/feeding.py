@@ -151,15 +151,17 @@ def feed(
         return Live(sweep, train, judge, crew)
     batch = min(recipe.batch, len(train.split))
     epochs = math.ceil(recipe.steps / math.ceil(len(train.split) / batch))
-    stores = (
-        Store(sweep.backbone, train, min(views, epochs), recipe.seed, cache, crew.share(len(train.split))),
-        Store(sweep.backbone, judge, 1, 0, cache, crew.share(len(judge.split))),
-    )
-    rows = [store.rows for store in stores]
-    looks = math.ceil(recipe.steps / recipe.evaluate_every)
-    visits = recipe.steps * batch // crew.size + rows[1] * looks
-    need, held = (sum(getattr(store, name) for store in stores) for name in ("need", "held"))
-    kind = crew.agreed(decide(cache, need * crew.here, held * crew.here, visits, sum(rows)))
+    with crew.together():
+        stores = (
+            Store(sweep.backbone, train, min(views, epochs), recipe.seed, cache, crew.share(len(train.split))),
+            Store(sweep.backbone, judge, 1, 0, cache, crew.share(len(judge.split))),
+        )
+        rows = [store.rows for store in stores]
+        looks = math.ceil(recipe.steps / recipe.evaluate_every)
+        visits = recipe.steps * batch // crew.size + rows[1] * looks
+        need, held = (sum(getattr(store, name) for store in stores) for name in ("need", "held"))
+        wish = decide(cache, need * crew.here, held * crew.here, visits, sum(rows))
+    kind = crew.agreed(wish)
     decided(kind)
     if kind == "off":
         return Live(sweep, train, judge, crew)

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -121,7 +122,8 @@ def fit(
     bad = BadImages() if bad is None else bad
     view = Training(facts, augment=recipe.augment, flip=recipe.flip, area=recipe.area)
 
-    def asked_to_stop() -> None:
+    def asked_to_stop(check_others: Callable[[], None]) -> None:
+        check_others()
         if stop is not None and stop():
             raise TrainingStopped("stopped before the first step; what was stored on disk will be used again.")
 
@@ -155,7 +157,8 @@ def fit(
         if not ended:
             train_loader.check_usable("training image")
             validation_loader.check_usable("validation image")
-            food.prepare(storing, asked_to_stop, pool)
+            with crew.together() as check_others:
+                food.prepare(storing, partial(asked_to_stop, check_others), pool)
         for chunks in () if ended else food.steps(standing.step, pool.threads):
             course.learn(chunks)
             step, last = standing.step, standing.step == recipe.steps
