@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vit_memory.cli.data import DataDir, Download, ImageColumn, LabelColumn, Seed
+from vit_memory.cli.tasks import Rename, parse_rename
 
 if TYPE_CHECKING:
     from vit_memory.evaluation.answering import Answered
@@ -28,6 +29,7 @@ def evaluate(
     split: Annotated[str, typer.Option(help="test, validation or train.")] = "test",
     backbone: BackboneOption = None,
     task: Tasks = None,
+    rename: Rename = None,
     batch: Batch = 64,
     workers: Workers = None,
     device: Device = "cpu",
@@ -54,7 +56,7 @@ def evaluate(
     )
     if split not in dataset.splits:
         raise typer.BadParameter(f"{split}: {data} has {', '.join(dataset.splits)}.", param_hint="--split")
-    model = open_model(sources, backbone, device)
+    model = open_model(sources, backbone, device, parse_rename(rename))
     names = task or [name for name in model.tasks if set(model.tasks[name].labels) == set(dataset.labels)]
     scores = run(
         model,
@@ -96,6 +98,7 @@ def predict(
     sources: Annotated[list[Path], typer.Option("--bundle", help="Bundle folder or task file; may be given again.")],
     backbone: BackboneOption = None,
     task: Tasks = None,
+    rename: Rename = None,
     form: Annotated[str, typer.Option("--format", help="table, csv or jsonl.")] = "table",
     batch: Batch = 64,
     workers: Workers = None,
@@ -111,7 +114,7 @@ def predict(
     from vit_memory.evaluation.answering import image_files, open_model
     from vit_memory.evaluation.answering import predict as run
 
-    model = open_model(sources, backbone, device)
+    model = open_model(sources, backbone, device, parse_rename(rename))
     names = task or list(model.tasks)
     workers = default_workers() if workers is None else workers
     one = len(images) == 1 and images[0].is_file()
