@@ -11,6 +11,7 @@ from builders import graph_shapes, images, library_model, tiny_backbone, trained
 from vit_memory import BackboneMismatch, Bundle, DamagedFile, FileError, GraphError, MemoryViT, NewerFormat, UnsafeFile
 from vit_memory.cli import app
 from vit_memory.files import bundle as bundle_module
+from vit_memory.files import collect
 
 
 def run(*arguments):
@@ -78,7 +79,7 @@ def test_a_task_brings_its_parents_along_or_says_which_are_missing(tmp_path, dia
     folder = tmp_path / "files"
     for task in diamond.tasks():
         task.save(folder / f"{task.name}.safetensors")
-    bundle = bundle_module.add_files(Bundle.create(tmp_path / "new", diamond.backbone), [folder / "bottom.safetensors"])
+    bundle = collect.add_files(Bundle.create(tmp_path / "new", diamond.backbone), [folder / "bottom.safetensors"])
     assert sorted(entry.name for entry in bundle.entries) == ["bottom", "left", "right", "top"]
     (folder / "right.safetensors").unlink()
     before = list(tmp_path.iterdir())
@@ -156,6 +157,17 @@ def test_save_pretrained_and_from_pretrained_keep_every_byte(diamond, tmp_path):
     copied = Bundle.from_pretrained(str(tmp_path / "copy"))
     assert copied.entries == bundle.entries
     assert copied.task("late").memory.dtype == torch.float16
+
+
+def test_no_file_of_a_bundle_is_written_over(tmp_path):
+    backbone = tiny_backbone()
+    bundle = Bundle.create(tmp_path / "bundle", backbone, [trained(backbone, "first")])
+    tasks = bundle.folder / "tasks"
+    (tasks / "first.safetensors").rename(tasks / "a.safetensors")
+    edited(bundle, lambda told: told["tasks"][0].update(file="a.safetensors"))
+    bundle = Bundle.open(bundle.folder).add([trained(backbone, name) for name in ("a", "a.1", "A")])
+    assert list(bundle.check()) == ["first", "a", "a.1", "A"]
+    assert len({entry.file.casefold() for entry in bundle.entries}) == 4
 
 
 def test_a_bundle_keeps_the_precision_of_the_files_it_is_given(tmp_path):

@@ -4,9 +4,11 @@ No parents is concatenation: tasks side by side that cannot see one another. Par
 ancestors' class tokens and memory, never the other way. A graph never changes; `add` and `remove` give a new one.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from graphlib import CycleError, TopologicalSorter
+from typing import TypeVar
 
 from vit_memory.errors import GraphError, UnknownTask
 from vit_memory.task import COMPOSABLE, Task
@@ -17,6 +19,8 @@ _REASONS: Mapping[str, str] = {
     "propagated": "its cells are updated in every block and read by the original tokens, which changes everybody",
     "additive": "its cells are updated in every block and read by the original tokens, which changes everybody",
 }
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class TaskGraph(Mapping[str, Task]):
@@ -39,17 +43,13 @@ class TaskGraph(Mapping[str, Task]):
                 raise GraphError(f"task {task.name!r} extends {_quoted(absent)}, not attached: add them together.")
             for parent, digest in task.parent_digests.items():
                 found = self._tasks[parent]
-                if digest not in (found.digest, found.record.half_of):
+                if not has_digest(found, digest):
                     raise GraphError(
                         f"task {task.name!r} was trained on a task {parent!r} with digest {digest[:12]}…, but the one "
                         f"here has {found.digest[:12]}…: another task of that name, or trained again since. "
                         f"Add the one it was trained on, or train {task.name!r} again."
                     )
-        try:
-            self._order = tuple(TopologicalSorter({t.name: t.parents for t in self._tasks.values()}).static_order())
-        except CycleError as error:
-            cycle = " → ".join(error.args[1][::-1])
-            raise GraphError(f"tasks extend one another in a circle: {cycle}.") from None
+        self._order = parents_first({task.name: task.parents for task in self._tasks.values()})
 
     def __getitem__(self, name: str) -> Task:
         try:
@@ -107,6 +107,47 @@ class TaskGraph(Mapping[str, Task]):
         hint = f" Did you mean {close[0]!r}?" if close else ""
         known = ", ".join(list(self._tasks)[:20]) + (f" and {len(self) - 20} more" if len(self) > 20 else "")
         return f"no task {name!r}.{hint} Attached: {known}."
+
+
+def parents_first(parents: Mapping[Key, Iterable[Key]]) -> tuple[Key, ...]:
+    """An order in which every task comes after its parents; refused where tasks extend one another in a circle."""
+    try:
+        return tuple(TopologicalSorter(parents).static_order())
+    except CycleError as error:
+        cycle = " → ".join(map(str, error.args[1][::-1]))
+        raise GraphError(f"tasks extend one another in a circle: {cycle}.") from None
+
+
+def has_digest(task: Task, digest: str) -> bool:
+    """Whether a child pinned to `digest` accepts this task: its content, or what it was before it became float16."""
+    return digest in (task.digest, task.record.half_of)
+
+
+def rename_tasks(
+    tasks: Mapping[Key, Task], names: Mapping[Key, str], parents: Mapping[Key, Mapping[str, Key]]
+) -> dict[Key, Task]:
+    """Give tasks the new `names`, and let the tasks that extend them name them so; the others are returned as given.
+
+    `parents` says for every task which of `tasks` it means by the names of its parents. A task's digest does not
+    depend on its own name, so a pinned parent keeps the digest it is pinned to. A parent that is not pinned is part of
+    its child's digest by name: renaming it changes that digest, and whoever is pinned to the child is pinned to the new
+    one.
+    """
+    renamed: dict[Key, Task] = {}
+    for key in parents_first({key: parents[key].values() for key in tasks}):
+        task = tasks[key]
+        new_names = {name: renamed[parent].name for name, parent in parents[key].items()}
+        pins = {}
+        for name, digest in task.parent_digests.items():
+            parent = parents[key].get(name)
+            follows = parent is not None and renamed[parent] is not tasks[parent] and digest == tasks[parent].digest
+            pins[new_names.get(name, name)] = renamed[parent].digest if parent is not None and follows else digest
+        new = names.get(key, task.name), tuple(new_names.get(name, name) for name in task.parents), pins
+        if new == (task.name, task.parents, dict(task.parent_digests)):
+            renamed[key] = task
+        else:
+            renamed[key] = replace(task, name=new[0], parents=new[1], parent_digests=new[2])
+    return {key: renamed[key] for key in tasks}
 
 
 def _quoted(names: Iterable[str]) -> str:

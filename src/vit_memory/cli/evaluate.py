@@ -20,6 +20,7 @@ from vit_memory.cli.data import (
     TaskKind,
     column_names,
 )
+from vit_memory.cli.tasks import Rename, parse_rename
 
 if TYPE_CHECKING:
     from vit_memory.evaluation.answering import Answered
@@ -41,6 +42,7 @@ def evaluate(
     split: Annotated[str, typer.Option(help="test, validation or train.")] = "test",
     backbone: BackboneOption = None,
     task: Tasks = None,
+    rename: Rename = None,
     batch: Batch = 64,
     workers: Workers = None,
     device: Device = "cpu",
@@ -66,7 +68,7 @@ def evaluate(
     from vit_memory.evaluation.answering import evaluate as run
     from vit_memory.evaluation.answering import open_model
 
-    model = open_model(sources, backbone, device)
+    model = open_model(sources, backbone, device, parse_rename(rename))
     chosen = [model.tasks[name] for name in task or model.tasks]
     kinds = {one.kind for one in chosen}
     dataset = open_data(
@@ -187,6 +189,7 @@ def predict(
     sources: Annotated[list[Path], typer.Option("--bundle", help="Bundle folder or task file; may be given again.")],
     backbone: BackboneOption = None,
     task: Tasks = None,
+    rename: Rename = None,
     form: Annotated[str, typer.Option("--format", help="table, csv or jsonl.")] = "table",
     batch: Batch = 64,
     workers: Workers = None,
@@ -203,7 +206,7 @@ def predict(
     from vit_memory.evaluation.answering import image_files, open_model
     from vit_memory.evaluation.answering import predict as run
 
-    model = open_model(sources, backbone, device)
+    model = open_model(sources, backbone, device, parse_rename(rename))
     names = task or list(model.tasks)
     workers = default_workers() if workers is None else workers
     one = len(images) == 1 and images[0].is_file()

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from vit_memory.cli.tasks import Rename, parse_rename
+
 bundle_app = typer.Typer(
     rich_markup_mode=None, no_args_is_help=True, help="Put tasks side by side in a folder with one backbone."
 )
@@ -36,28 +38,33 @@ def create(
         str | None, typer.Option(help="Backbone id, folder or timm:<name>; by default that of the first task.")
     ] = None,
     half: Half = False,
+    rename: Rename = None,
 ) -> None:
     """Begin a bundle in a new folder."""
     from vit_memory.backbone import load_backbone
-    from vit_memory.files.bundle import Bundle, add_files
+    from vit_memory.files.bundle import Bundle
     from vit_memory.files.card import counted
+    from vit_memory.files.collect import add_files
     from vit_memory.files.taskfile import read_task
 
     if not files and backbone is None:
         raise typer.BadParameter("give task files, or --backbone for an empty bundle.")
     identity = load_backbone(backbone).identity if backbone else read_task((files or [])[0]).backbone
-    bundle = add_files(Bundle.begin(folder, identity), files or [], half=half or None)
+    names = parse_rename(rename)
+    bundle = add_files(Bundle.begin(folder, identity), files or [], half=half or None, rename=names)
     typer.echo(f"{folder}: {counted(len(bundle.entries), 'task')} for {bundle.backbone.name}")
 
 
 @bundle_app.command()
-def add(folder: BundleFolder, files: TaskFiles, half: Half = False) -> None:
+def add(folder: BundleFolder, files: TaskFiles, half: Half = False, rename: Rename = None) -> None:
     """Add task files, with the parents they extend if those are beside them."""
-    from vit_memory.files.bundle import Bundle, add_files
+    from vit_memory.files.bundle import Bundle
+    from vit_memory.files.collect import add_files
 
     before = Bundle.open(folder)
-    after = add_files(before, files, half=half or None)
-    typer.echo(f"{folder}: added {', '.join(entry.name for entry in after.entries[len(before.entries) :])}")
+    after = add_files(before, files, half=half or None, rename=parse_rename(rename))
+    added = [entry.name for entry in after.entries[len(before.entries) :]]
+    typer.echo(f"{folder}: added {', '.join(added) or 'nothing; it holds these tasks already'}")
 
 
 @bundle_app.command()

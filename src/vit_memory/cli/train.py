@@ -132,7 +132,7 @@ def train(
     from vit_memory.data.loading import default_workers
     from vit_memory.data.sources import open_data
     from vit_memory.errors import DataError, TrainingStopped
-    from vit_memory.files.bundle import read_with_parents
+    from vit_memory.files.collect import collect_tasks
     from vit_memory.files.taskfile import read_task
     from vit_memory.task import check_name
     from vit_memory.training.cache import Cache
@@ -196,7 +196,7 @@ def train(
                 name,
                 grid,
                 followed,
-                parents=read_with_parents(paths),
+                parents=[file.task for file in collect_tasks(paths)],
                 direct_parents=[read_task(path).name for path in paths],
                 image_size=image_size,
                 per_class=per_class,

@@ -19,8 +19,10 @@ from vit_memory.data.transforms import Evaluation
 from vit_memory.errors import BackboneMismatch, DataError, TaskError
 from vit_memory.evaluation.metrics import AnyScores, score_task
 from vit_memory.families.roles import Preprocessing
-from vit_memory.files.bundle import Bundle, read_with_parents
+from vit_memory.files.bundle import Bundle
+from vit_memory.files.collect import collect_tasks
 from vit_memory.files.container import read_container
+from vit_memory.files.taskfile import backbone_file
 from vit_memory.model import MemoryViT
 from vit_memory.parallel import PieceThreads, pieces
 from vit_memory.predictions import Prediction, predictions
@@ -42,41 +44,42 @@ class Answered:
 Model = MemoryViT | StandaloneModel
 
 
-def open_model(sources: Sequence[Path], backbone: str | None = None, device: str = "cpu") -> Model:
+def open_model(
+    sources: Sequence[Path],
+    backbone: str | None = None,
+    device: str = "cpu",
+    rename: Mapping[Path, str] | None = None,
+) -> Model:
     """A model with the tasks of bundles and task files, on the backbone they name or the one given.
 
-    A task that does not compose comes alone; one of the regime `full` brings its backbone in a file beside its own.
+    `rename` gives the tasks of some of these files other names. A task that does not compose comes alone; one of the
+    regime `full` brings its backbone in a file beside its own.
     """
-    tasks = {}
-    files = [path for path in sources if path.is_file()]
     for path in sources:
-        if path.is_dir():
-            for task in Bundle.open(path).tasks():
-                tasks[task.name] = task
-        elif not path.exists():
+        if not path.exists():
             raise TaskError(f"{path}: no such task file or bundle.")
-    for task in read_with_parents(files, have=set(tasks)):
-        if task.name in tasks and tasks[task.name].digest != task.digest:
-            raise TaskError(f"two different tasks are called {task.name!r}; evaluate them apart, or rename one.")
-        tasks[task.name] = task
+    bundles = [Bundle.open(path) for path in sources if path.is_dir()]
+    files = [path for path in sources if not path.is_dir()]
+    collected = collect_tasks(files, bundles, rename=rename, option="--rename")
+    tasks = [file.task for file in collected]
     if not tasks:
         raise TaskError(f"{', '.join(map(str, sources)) or 'nothing given'}: no tasks in it.")
-    named = next(iter(tasks.values())).backbone.name
+    named = tasks[0].backbone.name
     loaded = load_backbone(backbone or named, device=device)
-    loners = [task for task in tasks.values() if task.regime not in COMPOSABLE]
+    loners = [file for file in collected if file.task.regime not in COMPOSABLE]
     if not loners:
-        return MemoryViT(loaded, tasks.values())
-    task = loners[0]
+        return MemoryViT(loaded, tasks)
+    task = loners[0].task
     if len(tasks) > 1:
         raise TaskError(
             f"task {task.name!r} is of regime {task.regime!r} and cannot answer beside others; ask it alone."
         )
-    return StandaloneModel(_tuned(loaded, task, files[0]) if task.regime == "full" else loaded, task)
+    return StandaloneModel(_tuned(loaded, task, loners[0].path) if task.regime == "full" else loaded, task)
 
 
 def _tuned(backbone: Backbone, task: Task, path: Path) -> Backbone:
     """The backbone that was trained with a task, from the file beside the task's."""
-    beside = path.with_name(f"{path.stem}.backbone.safetensors")
+    beside = backbone_file(path)
     if not beside.exists():
         raise TaskError(f"{path}: a task of regime 'full' answers with its own backbone; {beside} is missing.")
     _, weights = read_container(beside)

@@ -5,13 +5,15 @@
       tasks/pets.safetensors   one file per task
 
 `bundle.json` is written last when something is added and first when something is removed, each time whole or not at
-all; so at any moment the folder holds a valid bundle, at worst with a task file that nobody mentions.
+all; a file that it mentions is never overwritten. So at any moment the folder holds a valid bundle, at worst with a
+task file that nobody mentions.
 """
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,10 @@ class Bundle:
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise DamagedFile(f"{manifest}: cannot be read as a bundle: {error}.") from None
 
+    def path(self, entry: Entry) -> Path:
+        """Where the file of a task is."""
+        return self.folder / TASKS / entry.file
+
     def tasks(self) -> list[Task]:
         """Every task, each file checked against the manifest."""
         return [self.task(entry.name) for entry in self.entries]
@@ -86,7 +92,7 @@ class Bundle:
         if entry is None:
             known = ", ".join(entry.name for entry in self.entries) or "none"
             raise FileError(f"{self.folder}: no task {name!r} in this bundle. Tasks: {known}.")
-        path = self.folder / TASKS / entry.file
+        path = self.path(entry)
         task = read_task(path)
         _content(path, entry)
         if task.name != name or task.parents != entry.parents:
@@ -102,12 +108,9 @@ class Bundle:
         `half` as in `Task.save`: by default, float16 tasks stay float16.
         """
         self._checked([*self.tasks(), *tasks])
-        added: list[Entry] = []
+        bundle = self
         for task in tasks:
-            path = self.folder / TASKS / f"{task.name}.safetensors"
-            write_task(task, path, half=half)
-            added.append(Entry(task.name, path.name, _sha256(path), task.parents))
-        bundle = replace(self, entries=(*self.entries, *added))
+            bundle = replace(bundle, entries=(*bundle.entries, bundle._write_task(task, half=half)))
         bundle._write()
         return bundle
 
@@ -124,9 +127,7 @@ class Bundle:
                 )
         bundle = replace(self, entries=tuple(entry for entry in self.entries if entry.name not in names))
         bundle._write()
-        for entry in self.entries:
-            if entry.name in names:
-                (self.folder / TASKS / entry.file).unlink(missing_ok=True)
+        self._unlink_unused(bundle)
         return bundle
 
     def check(self) -> TaskGraph:
@@ -142,8 +143,8 @@ class Bundle:
         copied = replace(Bundle.begin(folder, self.backbone), entries=self.entries)
         self.check()
         for entry in self.entries:
-            content = _content(self.folder / TASKS / entry.file, entry)
-            write_atomic(copied.folder / TASKS / entry.file, [content])
+            content = _content(self.path(entry), entry)
+            write_atomic(copied.path(entry), [content])
         copied._write()
 
     @staticmethod
@@ -166,6 +167,20 @@ class Bundle:
                 )
         return TaskGraph(tasks)
 
+    def _write_task(self, task: Task, *, half: bool | None = None) -> Entry:
+        """Write a task file under a name that no file of this bundle has, on any file system."""
+        taken = {entry.file.casefold() for entry in self.entries}
+        names = (f"{task.name}{ending}.safetensors" for ending in chain([""], (f".{i}" for i in count(1))))
+        file = next(file for file in names if file.casefold() not in taken)
+        path = self.folder / TASKS / file
+        write_task(task, path, half=half)
+        return Entry(task.name, file, _sha256(path), task.parents)
+
+    def _unlink_unused(self, after: "Bundle") -> None:
+        """Delete the files of this bundle that the manifest after a change no longer mentions."""
+        for file in {entry.file for entry in self.entries} - {entry.file for entry in after.entries}:
+            (self.folder / TASKS / file).unlink(missing_ok=True)
+
     def _write(self) -> None:
         told = {
             "format": f"{FORMAT}/{VERSION}",
@@ -175,32 +190,11 @@ class Bundle:
         write_atomic(self.folder / MANIFEST, [json.dumps(told, indent=2, ensure_ascii=False).encode(), b"\n"])
 
 
-def add_files(bundle: Bundle, paths: Sequence[Path], *, half: bool | None = None) -> Bundle:
-    """Add task files. Parents that are missing are taken from the files beside them, or named."""
-    have = {entry.name for entry in bundle.entries}
-    hint = f" Add both: vit-memory bundle add {bundle.folder} PARENT TASK"
-    return bundle.add(read_with_parents(paths, have, hint), half=half)
-
-
-def read_with_parents(paths: Sequence[Path], have: Collection[str] = (), hint: str = "") -> list[Task]:
-    """The tasks of these files, and the parents they extend, except those there already, from the files beside them."""
-    tasks = {path: read_task(path) for path in paths}
-    found = {task.name: task for task in tasks.values()}
-    waiting = list(tasks.items())
-    while waiting:
-        path, task = waiting.pop()
-        for parent in task.parents:
-            if parent in have or parent in found:
-                continue
-            beside = path.with_name(f"{parent}.safetensors")
-            if not beside.exists():
-                raise GraphError(
-                    f"{path}: task {task.name!r} extends {parent!r}, which is neither given nor beside it as "
-                    f"{beside.name}.{hint}"
-                )
-            found[parent] = read_task(beside)
-            waiting.append((beside, found[parent]))
-    return list(found.values())
+def bundle_of(path: Path) -> Path | None:
+    """The folder of the bundle that a task file belongs to, if any."""
+    whole = path if path.parent.name == TASKS else path.absolute()
+    folder = whole.parent.parent
+    return folder if whole.parent.name == TASKS and (folder / MANIFEST).exists() else None
 
 
 def _entry(manifest: Path, told: Mapping[str, Any]) -> Entry:

@@ -73,6 +73,11 @@ def read_task(path: Path | str) -> Task:
         raise DamagedFile(f"{path}: {error}") from None
 
 
+def backbone_file(path: Path) -> Path:
+    """Where the backbone that was trained with a task of regime `full` is kept, given the task's file."""
+    return path.with_name(f"{path.stem}.backbone.safetensors")
+
+
 def check_format(path: Path, found: str, name: str, version: int) -> None:
     """Refuse what is none of ours, and what a later version wrote."""
     kind, _, number = found.partition("/")
