@@ -47,7 +47,8 @@ class TaskGraph(Mapping[str, Task]):
                     raise GraphError(
                         f"task {task.name!r} was trained on a task {parent!r} with digest {digest[:12]}…, but the one "
                         f"here has {found.digest[:12]}…: another task of that name, or trained again since. "
-                        f"Add the one it was trained on, or train {task.name!r} again."
+                        f"Add the one it was trained on, train {task.name!r} again, or keep it as it is and pin it to "
+                        f"this one: vit-memory task repin {task.name}.safetensors {parent}.safetensors"
                     )
         self._order = parents_first({task.name: task.parents for task in self._tasks.values()})
 

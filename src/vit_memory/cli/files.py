@@ -76,6 +76,24 @@ def remove(folder: BundleFolder, names: Annotated[list[str], typer.Argument(help
     typer.echo(f"{folder}: removed {', '.join(names)}")
 
 
+@bundle_app.command("rename")
+def rename_task(
+    folder: BundleFolder,
+    old: Annotated[str, typer.Argument(help="The task to rename.")],
+    new: Annotated[str, typer.Argument(help="Its new name.")],
+) -> None:
+    """Rename a task, in the tasks that extend it too."""
+    from vit_memory.files.bundle import Bundle
+
+    before = Bundle.open(folder)
+    after = before.rename(old, new)
+    typer.echo(f"{folder}: task {old!r} is now called {new!r}")
+    known = {entry.sha256 for entry in before.entries}
+    rewritten = [entry.name for entry in after.entries if entry.sha256 not in known and entry.name != new]
+    if rewritten:
+        typer.echo(f"rewritten, since they extend it: {', '.join(rewritten)}")
+
+
 @bundle_app.command("list")
 def list_tasks(folder: BundleFolder, as_json: AsJson = False) -> None:
     """List a bundle's tasks."""

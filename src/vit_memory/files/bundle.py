@@ -22,7 +22,7 @@ from vit_memory.errors import BackboneMismatch, DamagedFile, FileError, GraphErr
 from vit_memory.files.atomic import write_atomic
 from vit_memory.files.container import parse_json
 from vit_memory.files.taskfile import check_format, read_task, write_task
-from vit_memory.graph import TaskGraph
+from vit_memory.graph import TaskGraph, rename_tasks
 from vit_memory.model import MemoryViT
 from vit_memory.task import Task, check_name
 
@@ -114,6 +114,31 @@ class Bundle:
         bundle._write()
         return bundle
 
+    def rename(self, old: str, new: str) -> "Bundle":
+        """Give a task another name, in the tasks that extend it too; all or nothing."""
+        check_name(new)
+        tasks = {task.name: task for task in self.tasks()}
+        if old not in tasks:
+            self.task(old)  # says which there are
+        if new in tasks:
+            raise GraphError(f"{self.folder}: there is a task {new!r} already; nothing was changed.")
+        renamed = rename_tasks(
+            tasks, {old: new}, {name: {parent: parent for parent in task.parents} for name, task in tasks.items()}
+        )
+        self._checked(list(renamed.values()))
+        # New files first, under names that nothing has; then the manifest that mentions them. What had to take another
+        # name, since the old version had its own, gets it afterwards in the same way.
+        old_and_new, entries = self, []
+        for entry in self.entries:
+            if renamed[entry.name] is not tasks[entry.name]:
+                entry = old_and_new._write_task(renamed[entry.name])  # noqa: PLW2901 - in its place
+                old_and_new = replace(old_and_new, entries=(*old_and_new.entries, entry))
+            entries.append(entry)
+        bundle = replace(self, entries=tuple(entries))
+        bundle._write()
+        self._unlink_unused(bundle)
+        return bundle._with_plain_file_names()
+
     def remove(self, names: Sequence[str]) -> "Bundle":
         """Take tasks out; refused while another task extends one of them."""
         for name in names:
@@ -175,6 +200,21 @@ class Bundle:
         path = self.folder / TASKS / file
         write_task(task, path, half=half)
         return Entry(task.name, file, _sha256(path), task.parents)
+
+    def _with_plain_file_names(self) -> "Bundle":
+        """This bundle with every file called `<task>.safetensors`, where no other task has that file."""
+        taken = {entry.file.casefold() for entry in self.entries}
+        moved = [e for e in self.entries if f"{e.name}.safetensors".casefold() not in taken]
+        if not moved:
+            return self
+        for entry in moved:
+            content = _content(self.path(entry), entry)
+            write_atomic(self.folder / TASKS / f"{entry.name}.safetensors", [content])
+        entries = (replace(e, file=f"{e.name}.safetensors") if e in moved else e for e in self.entries)
+        bundle = replace(self, entries=tuple(entries))
+        bundle._write()
+        self._unlink_unused(bundle)
+        return bundle
 
     def _unlink_unused(self, after: "Bundle") -> None:
         """Delete the files of this bundle that the manifest after a change no longer mentions."""

@@ -80,6 +80,20 @@ def read_container(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     return metadata, _tensors(path, header, data)
 
 
+def read_format(path: Path) -> str | None:
+    """What the header of a file claims to be, without reading the rest; None where there is no such header."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size - 8, _LARGEST_HEADER):
+                return None
+            text = file.read(length)
+        return str(_parse(path, text, size - 8 - length)["__metadata__"]["format"])
+    except (OSError, struct.error, DamagedFile, KeyError, TypeError):
+        return None
+
+
 def _is_pickle(content: bytearray) -> bool:
     """A zip as torch.save makes it, or a bare pickle: its protocol, then a first instruction."""
     return content[:4] == b"PK\x03\x04" or (content[0] == 0x80 and 2 <= content[1] <= 5 and content[2] != 0)

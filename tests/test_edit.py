@@ -1,0 +1,298 @@
+"""vit-memory task rename and repin, bundle rename: nothing is lost, broken or changed on the quiet."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from builders import images, library_model, tiny_backbone, trained
+from data.test_sources import LABELS, pictures, write_folder
+from vit_memory import BackboneMismatch, Bundle, FileError, GraphError, MemoryViT, Task, load_backbone
+from vit_memory.cli import app
+from vit_memory.files import bundle as bundle_module
+from vit_memory.files import container, edit
+from vit_memory.files.collect import collect_tasks
+from vit_memory.files.container import read_container, write_container
+
+PREPARED = {"size": {"height": 32, "width": 32}, "resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+
+
+def run(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def refused(error, *words):
+    result = run(*words)
+    assert isinstance(result.exception, error), (result.output, result.exception)
+    return str(result.exception)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def answers(folder, name):
+    """What a task file answers with the parents beside it."""
+    tasks = [file.task for file in collect_tasks([folder / f"{name}.safetensors"])]
+    return MemoryViT(tiny_backbone(), tasks)(images())[name]
+
+
+@pytest.fixture
+def chain(tmp_path):
+    """top ← middle ← bottom, each pinned to its parent; loose extends top by name only, and onloose is pinned to it."""
+    backbone = tiny_backbone()
+    top = trained(backbone, "top", cells=2)
+    middle = trained(backbone, "middle", cells=3, parents=[top])
+    loose = trained(backbone, "loose", parents=["top"])
+    tasks = [top, middle, trained(backbone, "bottom", parents=[middle]), loose]
+    tasks.append(trained(backbone, "onloose", parents=[loose]))
+    for task in tasks:
+        task.save(tmp_path / "tasks.d" / f"{task.name}.safetensors")
+    return tmp_path / "tasks.d"
+
+
+def test_a_renamed_file_takes_the_place_of_the_old_one(tmp_path):
+    task = trained(tiny_backbone(), "old")
+    task.save(tmp_path / "old.safetensors", half=True)
+    before = answers(tmp_path, "old")
+    said = run("task", "rename", tmp_path / "old.safetensors", "new")
+    assert said.exit_code == 0, said.exception
+    assert "task 'old' is now called 'new'" in said.stdout
+    assert "old.safetensors is gone" in said.stdout
+    assert names(tmp_path) == ["new.safetensors"]
+    assert torch.equal(answers(tmp_path, "new"), before)
+    renamed = Task.load(tmp_path / "new.safetensors")
+    assert renamed.memory.dtype == torch.float16
+    assert renamed.record.half_of == task.digest
+
+
+def test_a_renamed_copy_leaves_the_old_file(chain):
+    before = content(chain)
+    said = run("task", "rename", chain / "top.safetensors", "copy", "--out", chain / "copy.safetensors")
+    assert said.exit_code == 0, said.exception
+    assert "top.safetensors is kept" in said.stdout
+    assert Task.load(chain / "copy.safetensors").name == "copy"
+    (chain / "copy.safetensors").unlink()
+    assert content(chain) == before
+
+
+def test_what_a_rename_would_break_or_replace_is_refused_and_nothing_changes(chain):
+    before = content(chain)
+    top = chain / "top.safetensors"
+    message = refused(GraphError, "task", "rename", top, "new")
+    assert "loose.safetensors, middle.safetensors beside it would no longer find the parent 'top'" in message
+    assert "--children" in message
+    assert "exists already" in refused(FileError, "task", "rename", top, "middle")
+    assert "exists already" in refused(FileError, "task", "rename", top, "new", "--out", chain / "loose.safetensors")
+    assert "is called 'top' already" in refused(FileError, "task", "rename", top, "top")
+    assert run("task", "rename", top, "new", "--children", "--out", chain / "x.safetensors").exit_code == 2
+    assert content(chain) == before
+
+
+def test_children_are_renamed_along_and_answer_as_before(chain):
+    tasks = ("middle", "bottom", "loose", "onloose")
+    before = {name: answers(chain, name) for name in tasks}
+    digests = {name: Task.load(chain / f"{name}.safetensors").digest for name in tasks}
+    bottom = (chain / "bottom.safetensors").read_bytes()
+    said = run("task", "rename", chain / "top.safetensors", "new", "--children")
+    assert said.exit_code == 0, said.exception
+    assert names(chain) == [f"{name}.safetensors" for name in ("bottom", "loose", "middle", "new", "onloose")]
+    for name in tasks:
+        assert torch.equal(answers(chain, name), before[name])
+    assert (chain / "bottom.safetensors").read_bytes() == bottom
+    kept = {name for name in tasks if Task.load(chain / f"{name}.safetensors").digest == digests[name]}
+    assert kept == {"middle", "bottom"}
+    changed = [line for line in said.stdout.splitlines() if "its digest" in line]
+    assert [line.partition(".safetensors: ")[0] for line in changed] == [str(chain / "loose"), str(chain / "onloose")]
+
+
+def test_a_rename_cut_off_anywhere_leaves_every_child_a_parent(chain, monkeypatch):
+    (chain / "loose.safetensors").unlink()
+    (chain / "onloose.safetensors").unlink()
+    expected = answers(chain, "bottom")
+    honest = edit.write_task
+    for lasts in range(2):
+        left = iter(range(lasts))
+
+        def cut_off(task, path, left=left):
+            next(left)  # StopIteration, as if the process ended here
+            honest(task, path)
+
+        monkeypatch.setattr(edit, "write_task", cut_off)
+        with pytest.raises(StopIteration):
+            edit.rename_file(chain / "top.safetensors", "new", children=True)
+        assert torch.equal(answers(chain, "bottom"), expected)
+        (chain / "new.safetensors").unlink(missing_ok=True)
+
+
+def test_a_backbone_that_was_trained_with_a_task_is_renamed_along(tmp_path):
+    library_model("vit")[1].save_pretrained(tmp_path / "backbone")
+    (tmp_path / "backbone/preprocessor_config.json").write_text(json.dumps(PREPARED))
+    backbone = load_backbone(tmp_path / "backbone")
+    runs = tmp_path / "run"
+    trained(backbone, "whole", regime="full", labels=LABELS).save(runs / "whole.safetensors")
+    about = {"format": "vit-memory-backbone/1", "backbone": backbone.name, "task": "whole"}
+    write_container(runs / "whole.backbone.safetensors", about, backbone.model.state_dict())
+    assert run("task", "rename", runs / "whole.safetensors", "new").exit_code == 0
+    assert names(runs) == ["new.backbone.safetensors", "new.safetensors"]
+    assert read_container(runs / "new.backbone.safetensors")[0] == {**about, "task": "new"}
+    photos = write_folder(tmp_path / "photos", pictures(4))
+    evaluated = run("evaluate", runs / "new.safetensors", "--data", photos)
+    assert evaluated.exit_code == 0, evaluated.exception
+
+
+@pytest.fixture
+def bundle(chain, tmp_path):
+    bundle = Bundle.create(tmp_path / "zoo", tiny_backbone(), [Task.load(path) for path in sorted(chain.iterdir())])
+    assert [entry.name for entry in bundle.entries] == ["bottom", "loose", "middle", "onloose", "top"]
+    return bundle
+
+
+def test_a_task_of_a_bundle_is_renamed_with_its_children_and_the_manifest(bundle):
+    before = bundle.model(tiny_backbone())(images())
+    said = run("bundle", "rename", bundle.folder, "top", "new")
+    assert said.exit_code == 0, said.exception
+    assert "loose, middle, onloose" in said.stdout
+    after = Bundle.open(bundle.folder)
+    assert list(after.check()) == ["bottom", "loose", "middle", "onloose", "new"]
+    assert names(bundle.folder / "tasks") == sorted(f"{entry.name}.safetensors" for entry in after.entries)
+    outputs = after.model(tiny_backbone())(images())
+    for name in before:
+        assert torch.equal(outputs["new" if name == "top" else name], before[name])
+    there = content(bundle.folder)
+    assert "there is a task 'middle' already" in refused(GraphError, "bundle", "rename", bundle.folder, "new", "middle")
+    assert "no task 'top' in this bundle" in refused(FileError, "bundle", "rename", bundle.folder, "top", "x")
+    assert content(bundle.folder) == there
+
+
+def test_a_bundle_rename_cut_off_anywhere_leaves_the_old_bundle_or_the_new_one(bundle, monkeypatch):
+    honest = bundle_module.write_atomic
+    seen = []
+    for lasts in range(20):
+        left = iter(range(lasts))
+
+        def cut_off(path, chunks, left=left):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            honest(path, chunks)
+
+        monkeypatch.setattr(bundle_module, "write_atomic", cut_off)
+        monkeypatch.setattr(container, "write_atomic", cut_off)
+        try:
+            Bundle.open(bundle.folder).rename("top", "new")
+            finished = True
+        except KeyboardInterrupt:
+            finished = False
+        monkeypatch.undo()
+        graph = Bundle.open(bundle.folder).check()
+        assert ("top" in graph) != ("new" in graph)
+        seen.append("new" in graph)
+        if finished:
+            break
+        if "new" in graph:
+            Bundle.open(bundle.folder).rename("new", "top")
+    assert finished
+    assert False in seen[:-1]
+    assert True in seen[:-1], "cut off after the manifest too"
+
+
+def test_a_file_of_a_bundle_is_changed_through_the_bundle(bundle, chain, monkeypatch):
+    before = content(bundle.folder)
+    message = refused(FileError, "task", "rename", bundle.folder / "tasks/top.safetensors", "new", "--children")
+    assert f"vit-memory bundle rename {bundle.folder} top new" in message
+    retrain(chain / "top.safetensors")
+    middle = bundle.folder / "tasks/middle.safetensors"
+    assert "vit-memory bundle add" in refused(FileError, "task", "repin", middle, chain / "top.safetensors")
+    monkeypatch.chdir(bundle.folder / "tasks")
+    assert "belongs to a bundle" in refused(FileError, "task", "rename", "top.safetensors", "new")
+    assert content(bundle.folder) == before
+    assert run("task", "repin", middle, chain / "top.safetensors", "--out", chain / "new.safetensors").exit_code == 0
+
+
+def retrain(path):
+    task = Task.load(path)
+    replace(task, memory=task.memory + 0.2).save(path)
+    return task.digest, Task.load(path).digest
+
+
+def test_a_task_is_pinned_to_a_retrained_parent_only_on_purpose(chain):
+    old, new = retrain(chain / "top.safetensors")
+    with pytest.raises(GraphError, match=r"vit-memory task repin middle.safetensors top.safetensors"):
+        answers(chain, "middle")
+    weights = Task.load(chain / "middle.safetensors")
+    said = run("task", "repin", chain / "middle.safetensors", chain / "top.safetensors")
+    assert said.exit_code == 0, said.exception
+    assert f"parent 'top' was {old[:12]}…, is now {new[:12]}…" in said.stdout
+    assert "'middle' was trained with another 'top'; its answers change" in said.stderr
+    middle = Task.load(chain / "middle.safetensors")
+    assert middle.parent_digests == {"top": new}
+    assert middle.record.recipe["repinned"] == {"top": old}
+    assert torch.equal(middle.memory, weights.memory)
+    assert torch.isfinite(answers(chain, "middle")).all()
+    # What is pinned to the changed task is not repinned on the quiet: it is named, with the command to run.
+    command = ["task", "repin", str(chain / "bottom.safetensors"), str(chain / "middle.safetensors")]
+    assert f"vit-memory {' '.join(command)}" in said.stderr
+    with pytest.raises(GraphError, match="'bottom' was trained on a task 'middle'"):
+        answers(chain, "bottom")
+    assert run(*command).exit_code == 0
+    assert torch.isfinite(answers(chain, "bottom")).all()
+
+
+def test_a_repinned_float16_task_is_no_longer_the_full_task_it_was(chain):
+    middle = chain / "middle.safetensors"
+    Task.load(middle).save(middle, half=True)
+    assert torch.isfinite(answers(chain, "bottom")).all()  # pinned to the full one, which this is
+    retrain(chain / "top.safetensors")
+    said = run("task", "repin", middle, chain / "top.safetensors")
+    assert "bottom.safetensors is pinned to 'middle' as it was before" in said.stderr
+    assert Task.load(middle).memory.dtype == torch.float16
+    with pytest.raises(GraphError, match="'bottom' was trained on a task 'middle'"):
+        answers(chain, "bottom")
+
+
+def test_pinning_back_to_the_parent_it_was_trained_with_leaves_no_trace(chain, tmp_path):
+    original = (chain / "middle.safetensors").read_bytes()
+    (tmp_path / "top.safetensors").write_bytes((chain / "top.safetensors").read_bytes())
+    retrain(chain / "top.safetensors")
+    out = tmp_path / "middle.safetensors"
+    assert run("task", "repin", chain / "middle.safetensors", chain / "top.safetensors", "--out", out).exit_code == 0
+    assert (chain / "middle.safetensors").read_bytes() == original
+    again = run("task", "repin", out, tmp_path / "top.safetensors")
+    assert again.exit_code == 0, again.exception
+    assert out.read_bytes() == original
+    once_more = run("task", "repin", out, tmp_path / "top.safetensors")
+    assert "as before" in once_more.stdout
+    assert not once_more.stderr
+    assert out.read_bytes() == original
+
+
+def test_a_child_elsewhere_finds_a_renamed_parent_again_by_its_content(chain, tmp_path):
+    expected = answers(chain, "middle")
+    child = tmp_path / "middle.safetensors"
+    child.write_bytes((chain / "middle.safetensors").read_bytes())
+    assert run("task", "rename", chain / "top.safetensors", "new", "--children").exit_code == 0
+    with pytest.raises(GraphError, match="If it was renamed since: vit-memory task repin"):
+        collect_tasks([child, chain / "new.safetensors"])
+    said = run("task", "repin", child, chain / "new.safetensors")
+    assert "parent 'top' is now called 'new'" in said.stdout
+    assert not said.stderr
+    tasks = [file.task for file in collect_tasks([child, chain / "new.safetensors"])]
+    assert torch.equal(MemoryViT(tiny_backbone(), tasks)(images())["middle"], expected)
+
+
+def test_what_is_no_parent_is_not_pinned(chain, tmp_path):
+    before = content(chain)
+    middle = chain / "middle.safetensors"
+    message = refused(GraphError, "task", "repin", middle, chain / "bottom.safetensors")
+    assert "holds a task 'bottom', which 'middle' does not extend; it extends top" in message
+    twice = (chain / "top.safetensors", chain / "top.safetensors")
+    assert "given for 'top' already" in refused(GraphError, "task", "repin", middle, *twice)
+    trained(tiny_backbone("dinov2"), "top").save(tmp_path / "top.safetensors")
+    assert "stand on one backbone" in refused(BackboneMismatch, "task", "repin", middle, tmp_path / "top.safetensors")
+    assert content(chain) == before
