@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from builders import ROUNDING, images, library_model, tiny_backbone, trained, worst
 from data.test_sources import LABELS, pictures, write_folder
-from vit_memory import Bundle, FileError, GraphError, MemoryViT, load_backbone
+from vit_memory import Bundle, FileError, GraphError, MemoryViT, Task, load_backbone
 from vit_memory.cli import app
 from vit_memory.files.collect import collect_tasks
 
@@ -67,7 +67,7 @@ def test_two_different_tasks_of_one_name_are_refused_by_their_files(place, tmp_p
         refused = run(*words)
         assert isinstance(refused.exception, GraphError), (words, refused.output)
         message = str(refused.exception)
-        assert f"{files[0]} and {files[1]} hold two different tasks called 'a'" in message
+        assert f"{files[0]} and {files[1]} hold two tasks called 'a'" in message
         assert all(remedy in message for remedy in remedies), message
     assert not zoo.exists()
     assert [entry.name for entry in Bundle.open(tmp_path / "own").entries] == ["a"]
@@ -86,6 +86,15 @@ def test_the_same_task_given_twice_counts_once(place, tmp_path):
     assert again.exit_code == 0, again.exception
     assert "added nothing; it holds these tasks already" in again.stdout
     assert [entry.name for entry in Bundle.open(tmp_path / "zoo").entries] == ["a"]
+
+
+def test_two_runs_that_agree_to_the_bit_are_still_two_tasks(place, tmp_path):
+    x = Task.load(place / "x/a.safetensors")
+    again = tmp_path / "a.safetensors"
+    replace(x, record=replace(x.record, created="2020-01-01T00:00:00+00:00")).save(again)
+    said = run("evaluate", place / "x/a.safetensors", again, "--data", place / "photos")
+    assert said.exit_code == 1
+    assert "hold two tasks called 'a'. Give one of them, or rename one" in str(said.exception)
 
 
 @pytest.mark.parametrize("pinned", [True, False])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vit_memory.errors import FileError, GraphError
 from vit_memory.files.bundle import Bundle, bundle_of
-from vit_memory.files.taskfile import read_task
+from vit_memory.files.taskfile import describe, read_task
 from vit_memory.graph import has_digest, rename_tasks
 from vit_memory.task import Task, check_name
 
@@ -156,7 +156,7 @@ def _once(
     for key, task in tasks.items():
         name = names.get(key, task.name)
         other = first.setdefault(name, key)
-        if other == key or tasks[other].digest == task.digest:
+        if other == key or _same(tasks[other], task):
             continue
         path = files[key].path
         bundle = bundle_of(path)
@@ -166,6 +166,11 @@ def _once(
         if option is not None:
             command = f"for this command with {option} {path}=NEW, or for good with {command}"
         raise GraphError(
-            f"{files[other].path} and {path} hold two different tasks called {name!r}. Rename one: {command}"
+            f"{files[other].path} and {path} hold two tasks called {name!r}. Give one of them, or rename one: {command}"
         )
     return list(first.values())
+
+
+def _same(a: Task, b: Task) -> bool:
+    """Whether two files hold one task: equal weights and one origin. Two runs that agree to the bit are two tasks."""
+    return a.digest == b.digest and describe(a) == describe(b)
