@@ -179,3 +179,17 @@ def test_tasks_that_saw_differently_prepared_images_are_not_asked_in_one_pass(pl
     with pytest.raises(TaskError, match="trained on differently prepared images; ask them apart"):
         preprocessing_of(model, ["small", "usual"])
     assert preprocessing_of(model, ["small"]).resize == (16, 16)
+
+
+def test_evaluate_leaves_bad_images_out_where_it_is_told_to(place, tmp_path):
+    photos = write_folder(tmp_path / "photos", pictures(10))
+    for path in photos.glob("bee/*.png"):
+        path.write_bytes(b"bad " + path.name.encode())
+    words = ["evaluate", str(place / "kinds.safetensors"), "--data", str(photos)]
+    stopped = CliRunner().invoke(app, words)
+    assert "--on-bad-image skip" in str(stopped.exception)
+    said = CliRunner().invoke(app, [*words, "--on-bad-image", "skip", "--json"])
+    assert said.exit_code == 0, said.exception
+    record = json.loads(said.stdout)
+    assert (record["images"], len(record["skipped"])) == (4, 2)
+    assert record["tasks"]["kinds"]["images"] == 4
