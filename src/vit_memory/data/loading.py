@@ -85,13 +85,14 @@ class Loader:
         A plan of many epochs keeps the workers busy across their borders.
         """
         work = _Work(self.split, self.transform, groups, seed, self.on_bad_image)
+        workers = min(self.workers, len(groups))
         made: Any = (
             (work[i] for i in range(len(groups)))
-            if self.workers == 0
+            if workers == 0  # none were asked for, or there is nothing to load
             else DataLoader(
                 work,
                 batch_size=None,
-                num_workers=min(self.workers, len(groups)),
+                num_workers=workers,
                 prefetch_factor=4,
                 worker_init_fn=_one_thread,
                 generator=torch.Generator(),  # the caller's randomness is left alone
