@@ -172,9 +172,10 @@ def test_ctrl_c_saves_and_says_how_to_go_on_to_the_same_task(photos, backbone, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", ["off", "ram"])
+@pytest.mark.parametrize("cache", ["off", "ram", "disk"])
 def test_two_processes_train_the_task_of_one_and_only_the_first_writes(photos, backbone, tmp_path, cache):
     more = ["--steps", "12", "--evaluate-every", "4", "--cache", cache, "--cache-dtype", "float32"]
+    more += ["--cache-dir", str(tmp_path / "cache")]
     one = subprocess.run([sys.executable, *command(photos, backbone, tmp_path / "one", *more)], check=False)
     assert one.returncode == 0
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
