@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_sweep import FACTS, assert_same_weights, backbone, coloured, fresh  # noqa: F401 - a fixture
 
 from data.test_sources import pictures, write_folder
+from training.test_sweep import FACTS, assert_same_weights, backbone, coloured, fresh  # noqa: F401 - a fixture
 from vit_memory import load_backbone
 from vit_memory.data.images import ImageArray, ImageFiles
 from vit_memory.data.loading import BadImages, Loader, default_workers
@@ -19,8 +19,10 @@ from vit_memory.errors import DataError, TrainingError, TrainingStopped
 from vit_memory.training import cache as caching
 from vit_memory.training.cache import Cache, Store, decide
 from vit_memory.training.feeding import GROUP
+from vit_memory.training.locks import exclusive
 from vit_memory.training.loop import fit
 from vit_memory.training.recipe import Recipe
+from vit_memory.training.stores import DiskRoom, bytes_on_disk, list_stores
 
 RECIPE = Recipe(steps=14, batch=8, chunk=5, views=2, learning_rates=(0.1, 0.3), evaluate_every=7)
 
@@ -50,10 +52,10 @@ def test_half_precision_stores_train_close_by(backbone, tmp_path, dtype):  # noq
     assert not torch.equal(live.settings[0].task.head_weight, stored.settings[0].task.head_weight)  # it was used
 
 
-def store(backbone, folder, *, split=None, seed=0, facts=FACTS, views=2, dtype="float16"):  # noqa: F811
+def store(backbone, folder, *, split=None, seed=0, facts=FACTS, views=2, dtype="float16", limit=None):  # noqa: F811
     split = split or coloured(20, 1)
     loader = Loader(split, Training(facts), 5, on_bad_image="skip")
-    return Store(backbone, loader, views, seed, Cache("disk", dtype, folder), range(len(split)))
+    return Store(backbone, loader, views, seed, Cache("disk", dtype, folder, limit), range(len(split)))
 
 
 def content(kept):
@@ -90,7 +92,7 @@ def test_a_store_that_was_cut_off_is_continued_to_the_same_bits(backbone, tmp_pa
     with pytest.raises(TrainingStopped):
         store(backbone, tmp_path / "cut").open(disk=True).fill(stop=stop_after(3))
     again = store(backbone, tmp_path / "cut")
-    assert again.held > 0
+    assert bytes_on_disk(again.folder) > 0
     again.open(disk=True)
     seen = passes(monkeypatch)
     told = []
@@ -101,6 +103,14 @@ def test_a_store_that_was_cut_off_is_continued_to_the_same_bits(backbone, tmp_pa
     seen.clear()
     store(backbone, tmp_path / "cut").open(disk=True).fill()
     assert seen == [1]  # the blank image that tells how long a row is
+
+
+def test_a_training_that_waits_for_another_to_fill_a_store_can_be_stopped(backbone, tmp_path):  # noqa: F811
+    kept = store(backbone, tmp_path).open(disk=True)
+    with exclusive(kept.folder / "store.lock"), pytest.raises(TrainingStopped):
+        store(backbone, tmp_path).open(disk=True).fill(stop=stop_after(2))
+    kept.fill()
+    assert kept._done.all()
 
 
 @pytest.mark.parametrize("name", ["trunks.bin", "features.bin", "done.bin"])
@@ -134,25 +144,38 @@ def test_whatever_changes_a_trunk_names_another_store(backbone, tmp_path):  # no
     assert store(backbone, tmp_path).folder == folders[0]
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers_and_auto_goes_elsewhere(tmp_path, monkeypatch):
+def test_what_does_not_fit_is_refused_with_the_numbers_and_auto_goes_elsewhere(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
     monkeypatch.setattr(caching, "free_memory", lambda: 10 * 10**9)
-    monkeypatch.setattr(caching, "free_disk", lambda folder: 20 * 10**9)
 
-    def asked(mode, need, held=0, visits=1000):
-        return decide(Cache(mode, folder=tmp_path), need, held, visits, 100)
+    def asked(mode, need, visits=1000, **room):
+        found = {"free": 20, "own": 0, "unused": 0, "in_use": 0, "limit": 100, **room}
+        in_bytes = {name: int(value * 10**9) for name, value in found.items()}
+        return decide(Cache(mode, folder=tmp_path), need * 10**9, DiskRoom(**in_bytes), visits, 100)
 
     with pytest.raises(
         TrainingError, match=r"memory does not hold 9\.0 GB of trunks .* 10\.0 GB memory, 20\.0 GB disk"
     ):
-        asked("ram", 9 * 10**9)
+        asked("ram", 9)
     with pytest.raises(TrainingError, match=r"does not hold 21\.0 GB .*--views.*--cache off"):
-        asked("disk", 21 * 10**9)
-    assert asked("disk", 21 * 10**9, held=5 * 10**9) == "disk"
-    assert asked("auto", 4 * 10**9) == "ram"
-    assert asked("auto", 9 * 10**9) == "disk"
-    assert asked("auto", 15 * 10**9) == "off"
-    assert asked("auto", 10**6, visits=100) == "off"  # every view is seen once: storing would only cost
+        asked("disk", 21)
+    assert asked("disk", 21, own=5) == "disk"
+    assert asked("disk", 21, unused=5) == "disk"
+    assert asked("auto", 4) == "ram"
+    assert asked("auto", 9) == "disk"
+    assert asked("auto", 15) == "off"
+    assert asked("auto", 15, unused=10) == "disk"
+    assert asked("auto", 1, visits=100) == "off"  # every view is seen once: storing would only cost
     assert asked("off", 1) == "off"
+    # What stores in use by others have of the limit is gone; what the wanted and the unused ones have is not.
+    assert asked("disk", 9, limit=9, own=3, unused=6) == "disk"
+    with pytest.raises(TrainingError, match=r"does not allow 9\.0 GB .*limit of all stores: 9\.0 GB, .* use 500 MB"):
+        asked("disk", 9, limit=9, in_use=0.5)
+    assert asked("auto", 4, limit=3) == "ram"
+    caplog.clear()
+    assert asked("auto", 9, limit=8) == "off"
+    assert "nothing is stored, for there would be 9.0 GB" in caplog.text
+    assert "limit of all stores: 8.0 GB" in caplog.text
 
 
 def test_bad_images_are_left_out_of_a_store_and_told_each_time(backbone, tmp_path):  # noqa: F811
@@ -180,6 +203,8 @@ def test_bad_images_are_left_out_of_a_store_and_told_each_time(backbone, tmp_pat
     assert list(live_bad.reasons) == list(stored_bad.reasons) == list(again_bad.reasons) == ["noise[5]"]
     for result in results[1:]:
         assert_same_weights(result.best.task, results[0].best.task, atol=1e-5)
+    assert all(info.complete for info in list_stores(tmp_path))
+    assert sorted(info.rows_left_out for info in list_stores(tmp_path)) == [0, 2]  # two views of one image
 
 
 def some_bad(count, bad):

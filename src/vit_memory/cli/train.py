@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vit_memory.cli.cache import read_size
 from vit_memory.cli.data import (
     DataDir,
     Download,
@@ -85,6 +86,15 @@ def train(
     cache: Annotated[str, typer.Option(help="Keep what the backbone saw: auto, ram, disk or off.")] = "auto",
     cache_dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
     cache_dir: Annotated[Path | None, typer.Option(help="Where --cache disk keeps it.  [default: user cache]")] = None,
+    cache_limit: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=read_size,
+            help="Most that all stores there may take, such as 20GB; those unused for longest go first.  "
+            "[default: 50GB, or a quarter of a smaller disk]",
+        ),
+    ] = None,
     patience: Annotated[
         int | None, typer.Option(min=1, help="End after so many evaluations without a better validation score.")
     ] = None,
@@ -200,7 +210,7 @@ def train(
                 direct_parents=[read_task(path).name for path in paths],
                 image_size=image_size,
                 per_class=per_class,
-                cache=Cache(cache, cache_dtype, cache_dir),  # type: ignore[arg-type]
+                cache=Cache(cache, cache_dtype, cache_dir, cache_limit),  # type: ignore[arg-type]
                 workers=default_workers() if workers is None else workers,
                 threads=threads,
                 on_bad_image=on_bad_image,  # type: ignore[arg-type]

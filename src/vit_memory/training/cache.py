@@ -8,6 +8,8 @@ store.json    what it holds, for people
 trunks.bin    rows × (L, 2, H, N, A/H), memory-mapped
 features.bin  rows × D float32, memory-mapped
 done.bin      one byte per row: 0 not yet, 1 stored; written only after the row itself is on disk
+
+The folder above may hold many stores; `stores.py` says how much room they take and which of them go.
 """
 
 import hashlib
@@ -15,10 +17,9 @@ import json
 import logging
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, get_args
@@ -33,19 +34,30 @@ from vit_memory.errors import TrainingError
 from vit_memory.families.roles import Original
 from vit_memory.files.atomic import write_atomic
 from vit_memory.parallel import FEWEST, PieceThreads
+from vit_memory.training.locks import UseMark, exclusive, remove_stale_marks
+from vit_memory.training.space import free_memory, size
+from vit_memory.training.stores import (
+    ABOUT,
+    DONE,
+    FEATURES,
+    FORMAT,
+    KEY_LENGTH,
+    TRUNKS,
+    DiskRoom,
+    changing,
+    default_folder,
+    make_room,
+)
 from vit_memory.trunk import RoomPerThread, Trunk, run_trunk
-from vit_memory.user_cache import user_cache_folder
 
 CacheMode = Literal["auto", "ram", "disk", "off"]
 CacheDtype = Literal["float16", "bfloat16", "float32"]
-_FORMAT = "vit-memory-store/1"
 _RAM_SHARE, _DISK_SHARE = 0.5, 0.5  # of what is free, that `auto` takes
-_MOST_RAM, _MOST_DISK = 0.85, 0.95  # of what is free, that is refused beyond
+_MOST_RAM = 0.85  # of what is free, that is refused beyond
 _SETTLE_S = 5.0  # between two times that rows are brought to disk and marked: syncing each group costs as much as it
 _AT_ONCE = 80 * 2**20  # bytes of trunks
 _STORED_AT_ONCE = 16  # images that one thread computes rows of: the same everywhere, as the last bits depend on it
 _GATHERED = 16  # rows of a block that are gathered before they are cast: few enough to stay in the processor's cache
-_TRUNKS, _FEATURES, _DONE = "trunks.bin", "features.bin", "done.bin"
 log = logging.getLogger(__name__)
 
 
@@ -56,11 +68,14 @@ class Cache:
     mode: CacheMode = "auto"
     dtype: CacheDtype = "float16"
     folder: Path | None = None  # of disk stores; None: see default_folder
+    limit: int | None = None  # bytes of all disk stores together; None: see default_limit
 
     def __post_init__(self) -> None:
         for name, choices in (("mode", get_args(CacheMode)), ("dtype", get_args(CacheDtype))):
             if getattr(self, name) not in choices:
                 raise TrainingError(f"cache {name} is {getattr(self, name)!r}; expected {', '.join(choices)}.")
+        if self.limit is not None and self.limit < 0:
+            raise TrainingError(f"cache limit is {self.limit} bytes; expected 0 or more.")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -72,11 +87,6 @@ class Cache:
     def place(self) -> Path:
         """Where disk stores lie."""
         return self.folder or default_folder()
-
-
-def default_folder() -> Path:
-    """Where disk stores lie unless told: the user's cache, which may be emptied at any time."""
-    return user_cache_folder() / "trunks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +124,19 @@ class Shape:
         return rows * (math.prod(self.row) * dtype.itemsize + self.width * 4 + 1)
 
 
-def decide(cache: Cache, need: int, held: int, visits: int, rows: int) -> Literal["ram", "disk", "off"]:
+def decide(cache: Cache, need: int, room: DiskRoom, visits: int, rows: int) -> Literal["ram", "disk", "off"]:
     """Where `need` bytes go. Refuses with the numbers what was asked for and does not fit; `auto` takes what fits.
 
-    `held` of them are on disk already, `visits` is how often some row of the `rows` will be asked for.
+    `visits` is how often some row of the `rows` will be asked for.
     """
-    memory, disk = free_memory(), free_disk(cache.place) + held
-    numbers = f"{size(need)} of trunks ({rows} views in {cache.dtype}); free: {size(memory)} memory, {size(disk)} disk"
+    memory = free_memory()
+    numbers = f"{size(need)} of trunks ({rows} views in {cache.dtype}); free: {size(memory)} memory, {room}"
     remedy = "Fewer --views, a smaller --cache-dtype, or --cache off, which computes every view when it is needed."
     if cache.mode == "ram" and need > _MOST_RAM * memory:
         raise TrainingError(f"memory does not hold {numbers}. {remedy}")
-    if cache.mode == "disk" and need > _MOST_DISK * disk:
+    if cache.mode == "disk" and need > room.allowed:
+        raise TrainingError(f"the limit of {cache.place} does not allow {numbers}. Raise --cache-limit. {remedy}")
+    if cache.mode == "disk" and not room.holds(need):
         raise TrainingError(f"{cache.place} does not hold {numbers}. {remedy}")
     if cache.mode != "auto":
         if cache.mode != "off":
@@ -136,7 +148,7 @@ def decide(cache: Cache, need: int, held: int, visits: int, rows: int) -> Litera
     chosen: Literal["ram", "disk", "off"] = "off"
     if need <= _RAM_SHARE * memory:
         chosen = "ram"
-    elif need <= _DISK_SHARE * disk:
+    elif need <= _DISK_SHARE * room.disk and need <= room.allowed:
         chosen = "disk"
     log.info("%s %s", "nothing is stored, for there would be" if chosen == "off" else f"storing in {chosen}", numbers)
     return chosen
@@ -153,20 +165,36 @@ class Store:
         self.rows = views * len(places)
         self.shape = Shape.of(backbone, view_size(loader.transform.preprocessing))
         self.dtype = cache.torch_dtype
-        self.folder: Path | None = cache.place / self._key()[:32]
+        self.folder: Path | None = cache.place / self._key()[:KEY_LENGTH]
+        self.limit = cache.limit
         self.need = self.shape.bytes(self.rows, self.dtype)
+        self._mark: UseMark | None = None
         self._rooms = RoomPerThread()
         self._position = torch.zeros(len(loader.split), dtype=torch.long)
         self._position[self.places] = torch.arange(len(places))
 
-    @property
-    def held(self) -> int:
-        """Bytes of it that are on disk already."""
-        found = self.folder.glob("*.bin") if self.folder is not None else ()
-        return sum(512 * getattr(file.stat(), "st_blocks", 0) for file in found)
+    def hold(self) -> None:
+        """If it is on disk already, keep others from removing it until it is closed."""
+        if self.folder is not None and self.folder.exists():
+            with changing(self.folder.parent):
+                self._mark_in_use(self.folder)
+
+    def _mark_in_use(self, folder: Path) -> None:
+        if self._mark is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_stale_marks(folder)
+            self._mark = UseMark(folder)
+
+    def close(self) -> None:
+        """Say that it is no longer in use. What was taken from it stays valid."""
+        if self._mark is not None and self.folder is not None:
+            with suppress(OSError):
+                os.utime(self.folder / ABOUT)  # its time is that of its last use
+            self._mark.release()
+            self._mark = None
 
     def open(self, *, disk: bool) -> "Store":
-        """Take the room it needs."""
+        """Take the room it needs; on disk, the least recently used stores that nobody uses make way."""
         rows = self.rows
         self.folder = self.folder if disk else None
         sizes = (rows * math.prod(self.shape.row), rows * self.shape.width, rows)
@@ -175,7 +203,10 @@ class Store:
             flat = [torch.empty(n, dtype=kind) for n, kind in zip(sizes, kinds, strict=True)]
             flat[2].zero_()
         else:
-            flat = self._map(self.folder, sizes, kinds)
+            with changing(self.folder.parent):
+                make_room(self.folder.parent, self.folder, self.need, self.limit)
+                self._mark_in_use(self.folder)
+                flat = self._map(self.folder, sizes, kinds)
         self._trunks = flat[0].view(rows, *self.shape.row)
         self._features = flat[1].view(rows, self.shape.width)
         self._done = flat[2]
@@ -183,7 +214,7 @@ class Store:
 
     def _key(self) -> str:
         told = {
-            "format": _FORMAT,
+            "format": FORMAT,
             "backbone": self.backbone.fingerprint,
             "computed_in": str(self.backbone.dtype),
             "kept_in": str(self.dtype),
@@ -197,27 +228,33 @@ class Store:
 
     def _map(self, folder: Path, sizes: Sequence[int], kinds: Sequence[torch.dtype]) -> list[Tensor]:
         """Files of exactly these sizes, mapped; a file of another size is begun anew, with all that rests on it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        files = [folder / name for name in (_TRUNKS, _FEATURES, _DONE)]
+        self._describe(folder)
+        files = [folder / name for name in (TRUNKS, FEATURES, DONE)]
         wanted = [n * kind.itemsize for n, kind in zip(sizes, kinds, strict=True)]
         if any(not file.exists() or file.stat().st_size != length for file, length in zip(files, wanted, strict=True)):
-            files[2].unlink(missing_ok=True)
+            for file in reversed(files):  # never cut short: a process that has the old file mapped would be killed
+                file.unlink(missing_ok=True)
             for file, length in zip(files, wanted, strict=True):
                 with file.open("wb") as made:
                     made.truncate(length)
-        about = {
-            "format": _FORMAT,
-            "backbone": self.backbone.name,
-            "images": len(self.places),
-            "views": self.views,
-            "kept_in": str(self.dtype),
-            "first image": self.loader.split.images.name(0),
-        }
-        write_atomic(folder / "store.json", [json.dumps(about, indent=2, ensure_ascii=False).encode(), b"\n"])
         return [
             torch.from_file(str(file), shared=True, size=n, dtype=kind)
             for file, n, kind in zip(files, sizes, kinds, strict=True)
         ]
+
+    def _describe(self, folder: Path, left_out: int = 0) -> None:
+        about = {
+            "format": FORMAT,
+            "backbone": self.backbone.name,
+            "images": len(self.places),
+            "views": self.views,
+            "kept_in": str(self.dtype),
+            "views_left_out": left_out,
+            "first image": self.loader.split.images.name(0),
+        }
+        text = json.dumps(about, indent=2, ensure_ascii=False)
+        # A file name that is no UTF-8 stands there escaped.
+        write_atomic(folder / ABOUT, [text.encode(errors="backslashreplace"), b"\n"])
 
     def fill(
         self,
@@ -235,7 +272,8 @@ class Store:
             for view in range(self.views)
             for first in range(0, len(self.places), size)
         ]
-        with _locked(self.folder):
+        # One process fills a store at a time; another waits, and then finds it filled.
+        with nullcontext() if self.folder is None else exclusive(self.folder / "store.lock", stop):
             missing = [group for group in groups if not bool(self._done[self._rows(*group)].all())]
             ready = done = self.rows - sum(len(places) for _, places in missing)
             unsettled: list[Tensor] = []
@@ -254,6 +292,9 @@ class Store:
                         report(done)
             finally:
                 self._settle(unsettled)
+            left_out = self.rows - int(self._done.sum())
+            if self.folder is not None and left_out:
+                self._describe(self.folder, left_out)
         if ready:
             log.info("%d of %d views were stored already", ready, self.rows)
 
@@ -283,9 +324,9 @@ class Store:
         """Mark rows as done, once they are on disk themselves: a power cut may take the last seconds, not the truth."""
         if not unsettled:
             return
-        self._flush(_TRUNKS, _FEATURES)
+        self._flush(TRUNKS, FEATURES)
         self._done[torch.cat(unsettled)] = 1
-        self._flush(_DONE)
+        self._flush(DONE)
         unsettled.clear()
 
     def _flush(self, *names: str) -> None:
@@ -316,7 +357,7 @@ class Store:
                 yield ahead
 
     def _readable(self) -> AbstractContextManager[BinaryIO | None]:
-        return nullcontext() if self.folder is None else (self.folder / _TRUNKS).open("rb")
+        return nullcontext() if self.folder is None else (self.folder / TRUNKS).open("rb")
 
     def _announce(self, file: BinaryIO | None, rows: Tensor) -> None:
         """Say that rows will be read soon."""
@@ -347,22 +388,6 @@ class Store:
         return Trunk(keys, values, Original(nothing, feature))
 
 
-@contextmanager
-def _locked(folder: Path | None) -> Iterator[None]:
-    """One process fills a store at a time; another waits, and then finds it filled."""
-    if folder is None:
-        yield
-        return
-    try:
-        import fcntl  # noqa: PLC0415 - not on Windows, where nothing is locked
-    except ImportError:
-        yield
-        return
-    with (folder / "store.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def largest_kept(computed: torch.dtype, kept: torch.dtype) -> float:
     """The largest value of the dtype `kept` that is finite when it is cast back to the dtype `computed`."""
     bound = min(torch.finfo(computed).max, torch.finfo(kept).max)
@@ -375,29 +400,3 @@ def parts(count: int, most: int) -> Iterator[slice]:
     """`count` images in as few parts of at most `most` as will do, all about as large."""
     size = math.ceil(count / math.ceil(count / most)) if count else 1
     return (slice(i, i + size) for i in range(0, count, size))
-
-
-def free_memory() -> int:
-    """Bytes that can be taken without pushing others out: the system's, or the container's if that is less."""
-    free = 2**62
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    elif hasattr(os, "sysconf"):
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return max(0, free)
-
-
-def free_disk(folder: Path) -> int:
-    """Bytes free where the folder is or would be."""
-    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    return shutil.disk_usage(there).free
-
-
-def size(count: int) -> str:
-    """Bytes for a person."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

@@ -22,6 +22,7 @@ from vit_memory.training.cache import Cache, Shape, Store, decide
 from vit_memory.training.crew import Crew
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.regimes import REGIMES
+from vit_memory.training.stores import disk_room
 from vit_memory.training.sweep import Seen, Sweep
 
 Group = tuple[int, list[int]]  # the places of one batch, and the view they are seen in
@@ -106,23 +107,41 @@ class Stored:
         self.kind: Literal["ram", "disk", "off"] = kind
         self.precision = str(train.dtype)
 
+    def hold(self) -> None:
+        """Keep other processes from removing what is on disk already."""
+        if self.kind == "disk":
+            for store in (self.train, self.judge):
+                store.hold()
+
+    def close(self) -> None:
+        """Let other processes remove what is on disk."""
+        for store in (self.train, self.judge):
+            store.close()
+
     def prepare(
         self, report: Callable[[int, int], None], check_stop: Callable[[], None], threads: PieceThreads
     ) -> None:
         """Fill the stores."""
         total, done = self.train.rows + self.judge.rows, 0
-        for store in (self.train, self.judge):
-            store.open(disk=self.kind == "disk")
-            store.fill(partial(_told, report, done, total), check_stop, threads)
-            done += store.rows
+        try:
+            for store in (self.train, self.judge):
+                store.open(disk=self.kind == "disk")
+                store.fill(partial(_told, report, done, total), check_stop, threads)
+                done += store.rows
+        except BaseException:
+            self.close()
+            raise
 
     def steps(self, start: int, threads: int) -> Iterator[Sequence[Chunk]]:
-        """Rows of the store, turned into trunks a chunk at a time."""
+        """Rows of the store, turned into trunks a chunk at a time. The stores are closed once nobody asks for more."""
         recipe = self.sweep.recipe
         plan = plan_steps(len(self.train.loader.split), recipe, start, self.crew)
         most = chunk_of(self.sweep, self.train.shape, threads, stored=True)
-        for rows, places in self.train.take(plan):
-            yield stored_chunks(self.train, rows, places, threads, most)
+        try:
+            for rows, places in self.train.take(plan):
+                yield stored_chunks(self.train, rows, places, threads, most)
+        finally:
+            self.close()
 
     def validation(self, threads: int) -> Iterator[Sequence[Chunk]]:
         """The one view of every validation image."""
@@ -159,13 +178,17 @@ def feed(
         rows = [store.rows for store in stores]
         looks = math.ceil(recipe.steps / recipe.evaluate_every)
         visits = recipe.steps * batch // crew.size + rows[1] * looks
-        need, held = (sum(getattr(store, name) for store in stores) for name in ("need", "held"))
-        wish = decide(cache, need * crew.here, held * crew.here, visits, sum(rows))
+        need = sum(store.need for store in stores)
+        room = disk_room(cache.place, [store.folder for store in stores if store.folder], cache.limit)
+        wish = decide(cache, need * crew.here, room, visits, sum(rows))
     kind = crew.agreed(wish)
     decided(kind)
     if kind == "off":
         return Live(sweep, train, judge, crew)
-    return Stored(sweep, *stores, kind, crew)
+    stored = Stored(sweep, *stores, kind, crew)
+    with crew.together():  # before any of them makes room, which must not cost another what it is about to open
+        stored.hold()
+    return stored
 
 
 def plan_steps(images: int, recipe: Recipe, start: int, crew: Crew) -> Iterator[Group]:

@@ -294,4 +294,4 @@ def _plain(progress: Progress) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    write_atomic(path, [json.dumps(value, indent=2, ensure_ascii=False).encode(), b"\n"])
+    write_atomic(path, [json.dumps(value, indent=2, ensure_ascii=False).encode(errors="backslashreplace"), b"\n"])
