@@ -479,7 +479,7 @@ def test_kinds_are_told_by_the_cells_and_can_be_said(place, tmp_path):
     said = json.loads(command(place, "data", table, "--kind", "regression", "--json").stdout)
     assert sum(split["unknown"] for split in said["splits"].values()) == 10
     wrong = CliRunner().invoke(app, ["data", str(place / "cells.csv"), "--kind", "regression"])
-    assert "rows cannot be used. line 2: label is" in str(wrong.exception)
+    assert "cells cannot be used. line 2: label is" in str(wrong.exception)
 
 
 def test_the_papers_recipe_and_randaugment_can_be_asked_for(place, tmp_path):
@@ -493,3 +493,41 @@ def test_the_papers_recipe_and_randaugment_can_be_asked_for(place, tmp_path):
         [0.08, 1.0],
         2,
     )
+
+
+def test_a_label_that_was_never_learned_is_never_reported(place, tmp_path):
+    table = tmp_path / "t.csv"
+    rows = (place / "columns.csv").read_text().splitlines()
+    lines = [f"{place}/{line}," for line in rows[1:]]
+    table.write_text("\n".join([rows[0] + ",unknown", *lines]) + "\n")
+    columns = ("--label-column", "red,green,blue,unknown")
+    command(place, "train", table, "--name", "tint", "--out", tmp_path / "run", *QUICK, *columns)
+    said = command(place, "predict", place, "--bundle", tmp_path / "run/tint.safetensors", "--format", "jsonl").stdout
+    answers = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert len(answers) == 60
+    assert "unknown" not in {one["label"] for answer in answers for one in answer["tasks"]["tint"]["labels"]}
+
+
+@pytest.mark.parametrize("columns", ["level", "red,green"])
+def test_splits_without_anything_known_are_refused_before_training_and_scoring(place, tmp_path, columns):
+    table = tmp_path / "t.csv"
+    parts = ["train"] * 40 + ["val"] * 10 + ["test"] * 10
+    cells = ["1" if i % 2 else "0" for i in range(60)] if "," in columns else [f"{i}.5" for i in range(60)]
+    blank = "," * columns.count(",")
+
+    def write(empty):
+        rows = [
+            f"{place}/{i}.png,{part}," + (blank if part == empty else ",".join([cell] * len(columns.split(","))))
+            for i, (part, cell) in enumerate(zip(parts, cells, strict=True))
+        ]
+        table.write_text("\n".join([f"file,split,{columns}", *rows]) + "\n")
+
+    words = ["train", table, "--name", "tint", "--out", tmp_path / "run", "--label-column", columns, *QUICK]
+    write("val")
+    refused = CliRunner().invoke(app, [str(word) for word in words])
+    assert isinstance(refused.exception, TrainingError)
+    assert "no validation image" in str(refused.exception)
+    write("test")
+    command(place, *words)
+    refused = CliRunner().invoke(app, ["evaluate", str(tmp_path / "run/tint.safetensors"), "--data", str(table)])
+    assert "not one of 10 images has a known" in str(refused.exception)

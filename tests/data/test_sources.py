@@ -358,7 +358,7 @@ def test_bad_sources_are_refused_with_what_to_do(tmp_path):
     table.write_text("file,label\na.jpg,\n,b\n")
     refused(r"1 rows cannot be used\. line 3: no file", table)
     table.write_text("file,label\na.jpg,\nb.jpg,b\nc.jpg, \n")
-    refused(r"2 rows cannot be used\. line 2: no label; line 4: no label", table)
+    refused(r"2 cells cannot be used\. line 2: no label; line 4: no label", table)
     table.write_text("path,class\na.jpg,b\n")
     refused(r"no file and no label.*columns are path, class.*--image-column", table)
     table.write_text("file,label,split\na.jpg,b,holdout\n")

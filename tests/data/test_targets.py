@@ -68,9 +68,29 @@ def test_cells_become_numbers_and_bad_ones_are_named_with_their_rows():
     assert np.array_equal(found.values["all"], [[1.5], [np.nan], [2.0]], equal_nan=True)
     assert read(["7", "8", "9"]).kind == "single-label"
     assert read([str(i) for i in range(40)]).kind == "regression"
-    with pytest.raises(DataError, match=r"2 rows cannot be used. row 1: b is 'x'; expected 0 or 1, or nothing"):
+    with pytest.raises(DataError, match=r"2 cells cannot be used. row 1: b is 'x'; expected 0 or 1, or nothing"):
         read([("1", "0"), ("1", "x"), ("2", "0")], ("a", "b"), "multi-label")
     with pytest.raises(DataError, match="row 0: label is 'inf'; expected a number"):
         read(["inf"], kind="regression")
     with pytest.raises(DataError, match="2 label columns .* but a single-label task has one label per image"):
         read([("1", "0")], ("a", "b"), "single-label")
+
+
+def test_values_that_few_images_have_are_in_every_part():
+    values = np.full((60, 1), np.nan)
+    values[:20, 0] = np.arange(20)
+    drawn = draw(split_of(values, "regression"), "test", 0)[1]
+    assert np.isfinite(drawn.targets).sum() == 4
+    assert len(draw(split_of(np.arange(30.0)[:, None], "regression"), "test", 0)[1]) == 6
+
+
+def test_cells_that_are_no_labels_or_numbers_are_refused():
+    def read(values, columns=("label",), kind="auto"):
+        return read_targets("t", {"all": Cells(values)}, columns, None, kind)
+
+    with pytest.raises(DataError, match=r"a list holds 1.5 where a label belongs"):
+        read([[1.5, 0.2]])
+    with pytest.raises(DataError, match="the columns a, b hold nothing"):
+        read([("", None)], ("a", "b"))
+    with pytest.raises(DataError, match="expected a number"):
+        read([10**400], kind="regression")

@@ -112,7 +112,9 @@ def test_a_disk_store_serves_a_second_training_and_its_resumption(photos, backbo
         assert said.exit_code == 0, (said.output, said.exception)
     tasks = [Task.load(tmp_path / name / f"{name}.safetensors") for name in ("first", "second", "third")]
     assert len({task.digest for task in tasks}) == 1
-    assert sum(path.is_dir() for path in (tmp_path / "store").iterdir()) == 2  # of the training and of the validation images
+    assert (
+        sum(path.is_dir() for path in (tmp_path / "store").iterdir()) == 2
+    )  # of the training and of the validation images
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ Source = Annotated[
     typer.Argument(
         metavar="DATA",
         show_default=False,
-        help="A folder of class folders (or of train/, val/, test/ with such), a .csv or .jsonl with file and label, "
+        help="A folder of class folders (or of train/, val/, test/ with such), a table (.csv, .tsv, .jsonl) "
+        "with file and label, several labels or values, "
         "an .npz, a folder of IDX files, .parquet, hf:<dataset>[:config], digits, or the name of a known dataset.",
     ),
 ]

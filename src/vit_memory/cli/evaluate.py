@@ -84,6 +84,10 @@ def evaluate(
     if split not in dataset.splits:
         raise typer.BadParameter(f"{split}: {data} has {', '.join(dataset.splits)}.", param_hint="--split")
     fitting = [one.name for one in chosen if one.kind == dataset.kind and set(one.labels) >= set(dataset.labels)]
+    if fitting and not task:
+        left_out = [one.name for one in chosen if one.name not in fitting]
+        if left_out:
+            typer.echo(f"not scored, of another kind or with other labels: {', '.join(left_out)}", err=True)
     bad = BadImages()
     scores = run(
         model,

@@ -78,7 +78,8 @@ def train(
     flip: Annotated[bool, typer.Option(help="Mirror half of the views; not for digits or letters.")] = True,
     label_smoothing: Annotated[float, typer.Option(min=0, max=0.99)] = 0.0,
     balance: Annotated[
-        bool, typer.Option("--balance", help="Weigh rare classes and labels as much as frequent ones.")
+        bool,
+        typer.Option("--balance", help="Weigh rare classes and labels as much as frequent ones."),
     ] = False,
     views: Annotated[
         int | None, typer.Option(min=0, help="Fixed views of every image, in turn; 0: new ones always.  [default: 8]")
@@ -99,7 +100,9 @@ def train(
         int | None, typer.Option(min=1, help="End after so many evaluations without a better validation score.")
     ] = None,
     image_size: Annotated[int | None, typer.Option(min=1, help="Another size than the backbone's own.")] = None,
-    per_class: Annotated[int | None, typer.Option(min=1, help="At most so many training images of a class.")] = None,
+    per_class: Annotated[
+        int | None, typer.Option(min=1, help="At most so many training images of a class (single-label).")
+    ] = None,
     evaluate_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between evaluations on the validation images.  [default: 50]")
     ] = None,

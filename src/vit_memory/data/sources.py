@@ -91,6 +91,8 @@ def open_data(
     ('0', '1', '2', '3', '4', '5', '6', '7', '8', '9')
     """
     columns = Columns(image_column, (label_column,) if isinstance(label_column, str) else tuple(label_column))
+    if len(set(columns.labels)) < len(columns.labels):
+        raise DataError(f"{source}: a label column is named twice: {', '.join(columns.labels)}.")
     try:
         found = _find(str(source), columns, None if data_dir is None else Path(data_dir), download)
     except OSError as error:  # a folder or table that may not be read, a name that is too long

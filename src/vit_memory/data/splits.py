@@ -96,7 +96,9 @@ def _strata(split: Split) -> np.ndarray:
     some = known.any(axis=1)
     if not some.any():
         return np.full(len(rank), -1)
-    edges = np.unique(np.quantile(rank[some], np.linspace(0, 1, _QUANTILES + 1)[1:-1]))
+    # Strata of five at least, or a fifth of each would be none or far too much.
+    count = min(_QUANTILES, max(1, int(some.sum()) // 5))
+    edges = np.unique(np.quantile(rank[some], np.linspace(0, 1, count + 1)[1:-1]))
     return np.where(some, np.searchsorted(edges, rank, side="right"), -1)
 
 

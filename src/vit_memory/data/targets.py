@@ -21,6 +21,7 @@ KindOption = Literal["auto", "single-label", "multi-label", "regression"]
 SEPARATOR = ";"  # between several labels in one cell of text
 _BLANK = frozenset({"", "nan", "na", "n/a", "null", "?"})
 _FLAGS = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0, "no": 0.0, "yes": 1.0, "0.0": 0.0, "1.0": 1.0}
+_LARGEST = 1e30  # values are answered in float32
 _FEW_ROWS = 20  # below, many different whole numbers are still taken for class numbers
 
 
@@ -76,6 +77,8 @@ def _suggested(parts: Mapping[str, Cells], columns: Sequence[str], classes: Sequ
     if len(columns) > 1:
         named = f"columns {', '.join(columns[:3])}{' …' if len(columns) > 3 else ''}"
         flat = [value for cell in cells for value in cell if not _blank(value)]
+        if not flat:
+            raise DataError(f"the {named} hold nothing.")
         if all(_flag(value) is not None for value in flat):
             return "multi-label", f"the {named} hold 0 and 1"
         return "regression", f"the {named} hold numbers"
@@ -187,9 +190,9 @@ def _blank(cell: Any) -> bool:
 def _number(cell: Any) -> float | None:
     try:
         number = float(cell)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= _LARGEST else None  # not NaN, nor infinite
 
 
 def _flag(cell: Any) -> float | None:
@@ -203,6 +206,9 @@ def _text(cell: Any) -> str:
 def _labels(cell: Any) -> list[str] | None:
     """The labels of one cell, none for an empty list or a lone separator; None where nothing is known."""
     if isinstance(cell, list | tuple):
+        odd = next((one for one in cell if isinstance(one, float | list | tuple | dict)), None)
+        if odd is not None:
+            raise DataError(f"a list holds {odd!r} where a label belongs; values go into a column each.")
         return [name for name in map(_text, cell) if name]
     text = _text(cell)
     if not text:
@@ -213,7 +219,7 @@ def _labels(cell: Any) -> list[str] | None:
 def _refuse(source: str, faults: Sequence[str]) -> None:
     if faults:
         shown = "; ".join(faults[:5]) + (" …" if len(faults) > 5 else "")
-        raise DataError(f"{source}: {len(faults)} rows cannot be used. {shown}.")
+        raise DataError(f"{source}: {len(faults)} cells cannot be used. {shown}.")
 
 
 def _strangers(source: str, part: str, strangers: Sequence[str]) -> str:

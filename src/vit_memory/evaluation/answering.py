@@ -132,6 +132,10 @@ def evaluate(
     if not targets:
         raise nothing_usable("image", loader.bad.first)
     known = torch.cat(targets)
+    if not bool(known.isfinite().any()):
+        raise DataError(
+            f"not one of {len(known)} images has a known {'value' if split.kind == 'regression' else 'label'}."
+        )
     return {
         name: score_task(task, torch.cat(collected[name]), _in_order_of(task, known, labels))
         for name, task in ((name, model.tasks[name]) for name in names)

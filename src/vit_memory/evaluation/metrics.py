@@ -110,14 +110,14 @@ class MultiLabelScores:
     per_label: Mapping[str, LabelScores]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values; null where no image shows a label, so that nothing can be measured."""
         return {
             "kind": "multi-label",
             "images": self.images,
-            "mAP": self.mean_average_precision,
-            "mAP_interval": list(self.interval),
+            "mAP": _finite(self.mean_average_precision),
+            "mAP_interval": _finite(self.interval),
             "micro_f1": self.micro_f1,
-            "macro_f1": self.macro_f1,
+            "macro_f1": _finite(self.macro_f1),
             "subset_accuracy": self.subset_accuracy,
             "per_label": {
                 label: {
@@ -159,21 +159,22 @@ class RegressionScores:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; R² of values that are all the same is undefined, and null."""
-
-        def finite(value: Any) -> Any:
-            if isinstance(value, tuple):
-                return [finite(one) for one in value]
-            return value if not isinstance(value, float) or math.isfinite(value) else None
-
         fields = ("images", "mae", "mae_interval", "rmse", "rmse_interval", "r2", "r2_interval")
         return {
             "kind": "regression",
             "images": self.images,
-            "r2": finite(self.r2),
+            "r2": _finite(self.r2),
             "per_value": {
-                name: {field: finite(getattr(one, field)) for field in fields} for name, one in self.per_value.items()
+                name: {field: _finite(getattr(one, field)) for field in fields} for name, one in self.per_value.items()
             },
         }
+
+
+def _finite(value: Any) -> Any:
+    """For JSON, which has no NaN."""
+    if isinstance(value, tuple):
+        return [_finite(one) for one in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else None
 
 
 AnyScores = Scores | MultiLabelScores | RegressionScores
@@ -272,7 +273,8 @@ def score_values(outputs: Tensor, targets: Tensor, names: Sequence[str]) -> Regr
 
         def r2(chosen: Tensor, error: Tensor = error, truth: Tensor = truth) -> float:
             spread = float((truth[chosen] - truth[chosen].mean()).square().sum())
-            return 1 - float(error[chosen].square().sum()) / spread if spread else math.nan
+            same = spread <= 1e-12 * float(truth[chosen].square().sum())  # one image drawn again and again
+            return math.nan if same else 1 - float(error[chosen].square().sum()) / spread
 
         n = len(truth)
         everything = torch.arange(n)

@@ -92,9 +92,16 @@ class MultiLabel(Objective):
 
     metric = "mAP"
 
-    def __init__(self, validation: Tensor, smoothing: float = 0.0, weights: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        validation: Tensor,
+        smoothing: float = 0.0,
+        weights: Tensor | None = None,
+        learned: Tensor | None = None,
+    ) -> None:
         self.validation = validation  # (n, C) of the validation images, NaN where not known
         self.smoothing, self.weights = smoothing, weights  # (2, C) of absent and present labels, or None
+        self.learned = learned  # (C,) whether some training image shows the label; None: all
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Binary cross-entropy, summed over the labels of an image; what is not known costs nothing.
@@ -131,9 +138,10 @@ class MultiLabel(Objective):
         return torch.stack([average_precision(one, targets).nanmean() for one in outputs])
 
     def thresholds(self, sums: Sums) -> list[list[float]]:
-        """Those with the best F1 on the validation images."""
+        """Those with the best F1 on the validation images; 1 for labels that no training image shows."""
         outputs, targets = self._seen(sums)
-        return [best_thresholds(one.sigmoid(), targets).tolist() for one in outputs]
+        learned = torch.ones(targets.shape[1], dtype=torch.bool) if self.learned is None else self.learned
+        return [torch.where(learned, best_thresholds(one.sigmoid(), targets), 1.0).tolist() for one in outputs]
 
 
 class Regression(Objective):
@@ -200,13 +208,23 @@ def objective_for(task: Task, recipe: Recipe, train: Split, validation: Split) -
                 f"task {task.name!r}: no label is present in some training images and absent in others: there is "
                 f"nothing to tell apart."
             )
+        if not bool((validation.targets == 1).any()):
+            raise TrainingError(
+                f"task {task.name!r}: no validation image is known to show any of its labels, so that settings cannot "
+                f"be compared. Add some, or let the split be drawn."
+            )
         weights = None
         if recipe.balance:  # presence and absence of each label weigh as much as one another
             both = present + absent
             weights = torch.stack([both / (2 * absent.clamp(min=1)), both / (2 * present.clamp(min=1))]).float()
-        return MultiLabel(torch.from_numpy(validation.targets), recipe.label_smoothing, weights)
+        return MultiLabel(torch.from_numpy(validation.targets), recipe.label_smoothing, weights, present > 0)
     if recipe.balance or recipe.label_smoothing:
         raise TrainingError("balancing and label smoothing are for labels; a regression task has values.")
+    if not bool(torch.from_numpy(validation.targets).isfinite().any()):
+        raise TrainingError(
+            f"task {task.name!r}: no validation image has a known value, so that settings cannot be compared. "
+            f"Fill some in, or let the split be drawn."
+        )
     return Regression(_scale(task, targets))
 
 
@@ -235,9 +253,14 @@ def _scale(task: Task, targets: Tensor) -> TargetScale:
         if not len(known):
             raise TrainingError(f"task {task.name!r}, {label}: not one training image has a value.")
         std = float(known.std(correction=0))
-        if std <= 1e-12 * float(known.abs().max()):
+        if std == 0:
             raise TrainingError(
                 f"task {task.name!r}, {label}: all training images have {float(known[0]):g}: there is nothing to learn."
+            )
+        if std < 1e-6 * float(known.abs().max()):
+            raise TrainingError(
+                f"task {task.name!r}, {label}: values around {float(known.mean()):g} that differ by {std:g} cannot be "
+                f"told apart in float32. Subtract an offset from all of them."
             )
         means.append(float(known.mean()))
         stds.append(std)
