@@ -37,6 +37,12 @@ def pieces(count: int, threads: int, at_most: int | None = None) -> Iterator[sli
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
+def limit_threads(threads: int | None) -> None:
+    """Let torch use so many threads in this process; None leaves it as it is."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
 class PieceThreads:
     """Threads that share the cores torch was given. Use as a context; torch's setting is restored at its end.
 

@@ -67,7 +67,9 @@ def evaluate(
     from vit_memory.data.sources import open_data
     from vit_memory.evaluation.answering import evaluate as run
     from vit_memory.evaluation.answering import open_model
+    from vit_memory.parallel import limit_threads
 
+    limit_threads(threads)
     model = open_model(sources, backbone, device, parse_rename(rename))
     chosen = [model.tasks[name] for name in task or model.tasks]
     kinds = {one.kind for one in chosen}
@@ -209,7 +211,9 @@ def predict(
     from vit_memory.data.loading import default_workers
     from vit_memory.evaluation.answering import image_files, open_model
     from vit_memory.evaluation.answering import predict as run
+    from vit_memory.parallel import limit_threads
 
+    limit_threads(threads)
     model = open_model(sources, backbone, device, parse_rename(rename))
     names = task or list(model.tasks)
     workers = default_workers() if workers is None else workers

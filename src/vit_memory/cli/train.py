@@ -147,6 +147,7 @@ def train(
     from vit_memory.errors import DataError, TrainingStopped
     from vit_memory.files.collect import collect_tasks
     from vit_memory.files.taskfile import read_task
+    from vit_memory.parallel import limit_threads
     from vit_memory.task import check_name
     from vit_memory.training.cache import Cache
     from vit_memory.training.crew import join_crew
@@ -154,6 +155,7 @@ def train(
     from vit_memory.training.runs import Grid, train_run
 
     check_name(name)
+    limit_threads(threads)
     rates = AUTO_RATES[optimiser] if lr == "auto" else tuple(map(float, Numbers(lr).split(",")))
     given: dict[str, Any] = {"steps": steps, "batch": batch, "evaluate_every": evaluate_every}
     given = {option: value for option, value in given.items() if value is not None}
