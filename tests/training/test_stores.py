@@ -261,7 +261,7 @@ def test_processes_that_start_on_one_store_at_once_share_it(backbone, tmp_path):
         subprocess.Popen([sys.executable, "-c", program, str(i)], stderr=subprocess.PIPE, text=True) for i in range(3)
     ]
     try:
-        said = [process.communicate(timeout=60)[1] for process in started]
+        said = [process.communicate(timeout=240)[1] for process in started]
     finally:
         for process in started:
             process.kill()
