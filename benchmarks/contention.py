@@ -2,10 +2,11 @@
 
     python -m benchmarks.contention --json out.json
 
-On the bundled backbone, with default options. Busy means one spinning process per core. Every round measures both
-ways of using the cores, idle and busy, one after the other: `pieces`, as the commands do it (a thread computes a piece
-of the batch), and `operations`, torch's own (every operation is cut up). A fair share beside one busy process per core
-is 0.5.
+On the bundled backbone, with default options. Busy means one spinning process per core. Every round measures two ways
+of using the cores, idle and busy: `pieces`, as the commands do it (a thread computes a piece of the batch), and
+`operations`, torch's own (every operation is cut up). On the idle machine each way is measured twice, in the order
+pieces, operations, operations, pieces, so that a drift of the machine's speed within a round favours neither. A fair
+share beside one busy process per core is 0.5.
 """
 
 import argparse
@@ -32,8 +33,9 @@ from vit_memory.training.cache import Cache
 from vit_memory.training.loop import Progress
 
 CLASSES, PER_CLASS, SIZE = 4, 96, 160
-STEPS, SKIPPED = 60, 5  # steps that are timed, and those before that warm up
+STEPS, SKIPPED = 90, 10  # steps that are timed, and those before that warm up: new threads touch new memory
 TARGETS = {"busy_share": 0.40, "idle_against_operations": 0.97}
+WAYS: dict[str, int | None] = {"pieces": None, "operations": 1}  # the argument `threads` of what is measured
 Rates = dict[str, float]
 
 
@@ -98,6 +100,12 @@ def busy_cores() -> Iterator[None]:
             process.wait()
 
 
+ORDERS = (
+    ("idle", nullcontext, ("pieces", "operations", "operations", "pieces")),
+    ("busy", busy_cores, ("pieces", "operations")),
+)
+
+
 def measure(rounds: int) -> dict[str, dict[tuple[str, str], list[float]]]:
     """Rates by what is done, by way and by state of the machine, one per round."""
     collected: dict[str, dict[tuple[str, str], list[float]]] = {}
@@ -114,12 +122,15 @@ def measure(rounds: int) -> dict[str, dict[tuple[str, str], list[float]]]:
         )
         for number in range(rounds + 1):
             for work in works:
-                for state, machine in (("idle", nullcontext), ("busy", busy_cores)):
-                    for way, threads in (("pieces", None), ("operations", 1)):
+                for state, machine, order in ORDERS:
+                    measured: dict[tuple[str, str], list[float]] = {}
+                    for way in order:
                         with machine():
-                            rates = work(threads)
-                        for name, value in rates.items() if number else ():  # the first round warms up
-                            collected.setdefault(name, {}).setdefault((way, state), []).append(value)
+                            rates = work(WAYS[way])
+                        for name, value in rates.items():
+                            measured.setdefault((name, way), []).append(value)
+                    for (name, way), values in measured.items() if number else ():  # the first round warms up
+                        collected.setdefault(name, {}).setdefault((way, state), []).append(statistics.fmean(values))
             print(f"round {number} of {rounds}", file=sys.stderr)
     return collected
 
