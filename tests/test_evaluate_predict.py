@@ -191,5 +191,5 @@ def test_evaluate_leaves_bad_images_out_where_it_is_told_to(place, tmp_path):
     said = CliRunner().invoke(app, [*words, "--on-bad-image", "skip", "--json"])
     assert said.exit_code == 0, said.exception
     record = json.loads(said.stdout)
-    assert (record["images"], len(record["skipped"])) == (4, 2)
+    assert len(record["skipped"]) == 2
     assert record["tasks"]["kinds"]["images"] == 4

@@ -467,6 +467,37 @@ def test_numbers_per_image_are_answered_in_their_units_beside_other_kinds(place,
     assert "level 1" in command(place, "predict", place / "0.png", "--bundle", folder).stdout.replace("level: ", "")
 
 
+def test_every_task_of_a_bundle_is_scored_with_the_columns_it_was_trained_with(place, tmp_path):
+    table = tmp_path / "all.csv"
+    with (place / "value.csv").open() as values, (place / "cells.csv").open() as cells:
+        rows = [
+            (place / value["file"], cell["label"], value["level"], value["double"], "a" if i % 2 else "b")
+            for i, (value, cell) in enumerate(zip(csv.DictReader(values), csv.DictReader(cells), strict=True))
+        ]
+    with table.open("w", newline="") as file:
+        csv.writer(file).writerows([("file", "tint", "level", "twice, exactly", "side"), *rows])
+    columns = {"tint": "tint", "level": 'level,"twice, exactly"', "side": "side"}
+    for name, column in columns.items():
+        words = ("--name", name, "--label-column", column, "--out", tmp_path / name, *QUICK)
+        command(place, "train", table, *words)
+    zoo = tmp_path / "zoo"
+    command(place, "bundle", "create", zoo, *(tmp_path / name / f"{name}.safetensors" for name in columns))
+    tasks = json.loads(command(place, "evaluate", zoo, "--data", table, "--json").stdout)["tasks"]
+    assert {name: task["kind"] for name, task in tasks.items()} == {
+        "tint": "multi-label", "level": "regression", "side": "single-label",
+    }  # fmt: skip
+    assert set(tasks["level"]["per_value"]) == {"level", "twice, exactly"}
+
+    some = command(place, "evaluate", zoo, "--data", table, "--label-column", "level")
+    assert "level: R²" in some.stdout
+    assert "not scored: side. task 'side' is single-label, but the images are regression" in some.stderr
+    # A table that lacks the columns of some tasks scores the others; one that lacks them all says which there were.
+    partly = command(place, "evaluate", zoo, "--data", place / "value.csv", "--label-column", "level", "--json")
+    assert set(json.loads(partly.stdout)["tasks"]) == {"level"}
+    refused = CliRunner().invoke(app, ["evaluate", str(zoo), "--data", str(place / "columns.csv")])
+    assert "level was trained with level, twice, exactly; name other columns" in str(refused.exception)
+
+
 def test_kinds_are_told_by_the_cells_and_can_be_said(place, tmp_path):
     said = json.loads(command(place, "data", place / "value.csv", "--label-column", "level", "--json").stdout)
     assert (said["kind"], said["labels"]) == ("regression", ["level"])
@@ -506,6 +537,13 @@ def test_a_label_that_was_never_learned_is_never_reported(place, tmp_path):
     answers = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert len(answers) == 60
     assert "unknown" not in {one["label"] for answer in answers for one in answer["tasks"]["tint"]["labels"]}
+
+
+def test_a_training_that_is_refused_leaves_no_folder(place, tmp_path):
+    words = ["train", str(place / "cells.csv"), "--name", "tint", "--out", str(tmp_path / "run"), *QUICK]
+    refused = CliRunner().invoke(app, [*words, "--cache", "ram", "--views", "0"])
+    assert "nothing can be stored" in str(refused.exception)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("columns", ["level", "red,green"])

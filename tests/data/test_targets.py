@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vit_memory.data.images import ImageArray
-from vit_memory.data.splits import Split, draw
+from vit_memory.data.sources import open_data
+from vit_memory.data.splits import Split, draw, why_empty
 from vit_memory.data.targets import Cells, read_targets
 from vit_memory.errors import DataError
 
@@ -88,9 +89,29 @@ def test_cells_that_are_no_labels_or_numbers_are_refused():
     def read(values, columns=("label",), kind="auto"):
         return read_targets("t", {"all": Cells(values)}, columns, None, kind)
 
-    with pytest.raises(DataError, match=r"a list holds 1.5 where a label belongs"):
+    with pytest.raises(DataError, match=r"t: row 0: a list holds 1.5; expected labels"):
         read([[1.5, 0.2]])
     with pytest.raises(DataError, match="the columns a, b hold nothing"):
         read([("", None)], ("a", "b"))
     with pytest.raises(DataError, match="expected a number"):
         read([10**400], kind="regression")
+    with pytest.raises(DataError, match="row 1: label is 'inf'; expected a number"):  # and not learned as a label
+        read(["0.5", "inf", "1.5"])
+
+
+def test_tables_whose_columns_or_labels_are_ambiguous_are_refused(tmp_path):
+    table = tmp_path / "table.csv"
+    table.write_text("file,label,label\na.png,1,2\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"table.csv: line 1 names a column twice: label"):
+        open_data(table)
+    images = np.zeros((4, 8, 8, 3), dtype=np.uint8)
+    np.savez(tmp_path / "pack.npz", x_train=images, y_train=np.arange(4) * 1j)
+    with pytest.raises(DataError, match=r"y_train is \(\(4,\), 'complex128'\)"):
+        open_data(tmp_path / "pack.npz")
+
+
+@pytest.mark.parametrize("kind", ["single-label", "multi-label", "regression"])
+def test_a_split_without_images_is_explained_in_the_words_of_its_kind(kind):
+    words = {"single-label": "classes", "multi-label": "labels that at least two", "regression": "a known value"}
+    assert words[kind] in why_empty(kind)
+    assert ("class" in why_empty(kind)) == (kind == "single-label")

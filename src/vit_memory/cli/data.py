@@ -1,5 +1,6 @@
 """vit-memory data: look at images before anything is trained on them."""
 
+import csv
 import enum
 import json
 import sys
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from vit_memory.cli.progress import show_log
 
 if TYPE_CHECKING:
     from vit_memory.data.sources import Dataset
@@ -49,7 +52,10 @@ Download = Annotated[bool, typer.Option("--download", help="Fetch a named datase
 ImageColumn = Annotated[str | None, typer.Option(help="A table's column of images.  [default: file or image]")]
 LabelColumn = Annotated[
     str | None,
-    typer.Option(help="A table's column of labels or values; several, separated by commas.  [default: label]"),
+    typer.Option(
+        help="A table's column of labels or values; several, separated by commas (a name with a comma in double "
+        "quotes).  [default: label]"
+    ),
 ]
 KindOption = Annotated[
     TaskKind, typer.Option("--kind", help="What an image has: one label, several labels, or values (regression).")
@@ -71,6 +77,7 @@ def data(
     """Print what is in DATA: classes, counts, splits, sizes, and which files are bad."""
     from vit_memory.data.sources import open_data
 
+    show_log()
     dataset = open_data(
         source,
         data_dir=data_dir,
@@ -85,8 +92,9 @@ def data(
 
 
 def column_names(option: str | None, default: tuple[str, ...] = ("label",)) -> tuple[str, ...]:
-    """The columns that --label-column names."""
-    return default if option is None else tuple(name.strip() for name in option.split(",") if name.strip()) or default
+    """The columns that --label-column names, as in a line of CSV: a name with a comma stands in double quotes."""
+    names = next(csv.reader([option or ""], skipinitialspace=True), [])
+    return tuple(name.strip() for name in names if name.strip()) or default
 
 
 def looked_at(dataset: "Dataset", check: "Literal['decode', 'headers', 'none'] | None" = None) -> "Summary":

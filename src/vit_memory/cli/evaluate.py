@@ -4,8 +4,9 @@ import csv
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +21,7 @@ from vit_memory.cli.data import (
     TaskKind,
     column_names,
 )
+from vit_memory.cli.progress import show_log
 from vit_memory.cli.tasks import Rename, parse_rename
 
 if TYPE_CHECKING:
@@ -65,59 +67,86 @@ def evaluate(
         raise typer.BadParameter(f"{on_bad_image}: expected fail, skip.", param_hint="--on-bad-image")
     from vit_memory.data.loading import BadImages, default_workers
     from vit_memory.data.sources import open_data
+    from vit_memory.errors import DataError
     from vit_memory.evaluation.answering import evaluate as run
-    from vit_memory.evaluation.answering import open_model
+    from vit_memory.evaluation.answering import open_model, why_not_scored
     from vit_memory.parallel import limit_threads
 
+    show_log()
     limit_threads(threads)
     model = open_model(sources, backbone, device, parse_rename(rename))
     chosen = [model.tasks[name] for name in task or model.tasks]
-    kinds = {one.kind for one in chosen}
-    dataset = open_data(
-        data,
-        data_dir=data_dir,
-        download=download,
-        image_column=image_column,
-        label_column=column_names(label_column, _trained_columns(chosen)),
-        kind=kinds.pop() if kind is TaskKind.auto and len(kinds) == 1 else kind.value,
-        labels=chosen[0].labels if len(chosen) == 1 and chosen[0].kind == "multi-label" else None,
-        seed=seed,
-    )
-    if split not in dataset.splits:
-        raise typer.BadParameter(f"{split}: {data} has {', '.join(dataset.splits)}.", param_hint="--split")
-    fitting = [one.name for one in chosen if one.kind == dataset.kind and set(one.labels) >= set(dataset.labels)]
-    if fitting and not task:
-        left_out = [one.name for one in chosen if one.name not in fitting]
-        if left_out:
-            typer.echo(f"not scored, of another kind or with other labels: {', '.join(left_out)}", err=True)
-    bad = BadImages()
-    scores = run(
+    open_for = partial(open_data, data, data_dir=data_dir, download=download, image_column=image_column, seed=seed)
+    score = partial(
+        run,
         model,
-        dataset.splits[split],
-        dataset.labels,
-        fitting if fitting and not task else [one.name for one in chosen],
         batch=batch,
         workers=default_workers() if workers is None else workers,
         threads=threads,
         on_bad_image=on_bad_image,  # type: ignore[arg-type]
-        bad=bad,
     )
-    images = len(dataset.splits[split]) - len(bad)
+    apart = kind is TaskKind.auto and label_column is None  # every task with the columns it was trained on
+    sections: list[str] = []
+    results: dict[str, Any] = {}
+    skipped = BadImages()
+    reasons: dict[str, str] = {}  # why tasks of a bundle are not scored, by name
+    for group in _by_columns(chosen) if apart else [chosen]:
+        kinds = {one.kind for one in group}
+        try:
+            dataset = open_for(
+                label_column=column_names(label_column, _columns(group[0]) if apart else ("label",)),
+                kind=kinds.pop() if kind is TaskKind.auto and len(kinds) == 1 else kind.value,
+                labels=group[0].labels if len(group) == 1 and group[0].kind == "multi-label" else None,
+            )
+        except DataError as error:
+            reasons |= dict.fromkeys([one.name for one in group], f"{error}{_other_columns(group, apart)}")
+            continue
+        if split not in dataset.splits:
+            raise typer.BadParameter(f"{split}: {data} has {', '.join(dataset.splits)}.", param_hint="--split")
+        found = {one.name: why_not_scored(one, dataset.splits[split], dataset.labels) for one in group}
+        reasons |= {name: reason for name, reason in found.items() if reason}
+        names = [name for name, reason in found.items() if not reason]
+        if not names or (task and reasons):
+            continue
+        bad = BadImages()
+        scores = score(dataset.splits[split], dataset.labels, names, bad=bad)
+        skipped.reasons.update(bad.reasons)
+        results |= {name: one.as_json() for name, one in scores.items()}
+        left_out = f", {len(bad)} bad ones left out" if bad else ""
+        sections.append(f"{data}, {split}: {len(dataset.splits[split]) - len(bad)} images{left_out}")
+        sections += [page(name, one) for name, one in scores.items()]
+    if reasons and (task or not results):  # a bundle may hold tasks that these images say nothing of, not all of them
+        raise DataError("\n".join(dict.fromkeys(reasons.values())))
+    for name, reason in reasons.items():
+        typer.echo(f"not scored: {name}. {reason}", err=True)
     if as_json:
-        skipped = [{"image": name, "reason": reason} for name, reason in bad.reasons.items()]
-        results = {name: found.as_json() for name, found in scores.items()}
-        record = {"data": data, "split": split, "images": images, "skipped": skipped, "tasks": results}
+        bad_images = [{"image": name, "reason": reason} for name, reason in skipped.reasons.items()]
+        record = {"data": data, "split": split, "skipped": bad_images, "tasks": results}
         typer.echo(json.dumps(record, indent=2, ensure_ascii=False))
         return
-    skipped_text = f", {len(bad)} bad ones left out" if bad else ""
-    typer.echo(f"{data}, {split}: {images} images{skipped_text}\n")
-    typer.echo("\n\n".join(page(name, found) for name, found in scores.items()))
+    typer.echo("\n\n".join(sections))
 
 
-def _trained_columns(tasks: "Sequence[Task]") -> tuple[str, ...]:
-    """The columns of labels that the tasks were trained with, where they agree."""
-    known = {tuple(one.record.recipe.get("data", {}).get("columns", ("label",))) for one in tasks}
-    return known.pop() if len(known) == 1 else ("label",)
+def _columns(task: "Task") -> tuple[str, ...]:
+    """The label columns that a task was trained with."""
+    return tuple(task.record.recipe.get("data", {}).get("columns", ("label",)))
+
+
+def _by_columns(tasks: "Sequence[Task]") -> "list[list[Task]]":
+    """Tasks that the same columns of a table can be the truth for, together."""
+    groups: dict[tuple[str, tuple[str, ...]], list[Task]] = {}
+    for task in tasks:
+        groups.setdefault((task.kind, _columns(task)), []).append(task)
+    return list(groups.values())
+
+
+def _other_columns(tasks: "Sequence[Task]", apart: bool) -> str:
+    """What to do where the columns that tasks were trained with are not those of the images."""
+    columns = ", ".join(_columns(tasks[0]))
+    if not apart or columns == "label":
+        return ""
+    names = ", ".join(task.name for task in tasks)
+    return f" {names} was trained with {columns}; name other columns, or some of these, with --label-column."
 
 
 def page(name: str, found: "AnyScores") -> str:

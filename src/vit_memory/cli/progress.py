@@ -1,5 +1,7 @@
 """How a long command shows where it is: a live line in a terminal, a line now and then elsewhere; how it is stopped."""
 
+import logging
+import os
 import signal
 import sys
 import time
@@ -64,6 +66,14 @@ class Meter:
         if self.live and self.stage:
             sys.stderr.write("\n")
         self.stage = ""
+
+
+def show_log() -> None:
+    """Print what the library logs as plain lines on stderr; of several processes, the first one's only."""
+    handler = logging.StreamHandler() if os.environ.get("RANK", "0") == "0" else logging.NullHandler()
+    logger = logging.getLogger("vit_memory")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
 
 
 def score_text(metric: str, score: float) -> str:

@@ -1,6 +1,5 @@
 """vit-memory train: a task from a folder of images."""
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +21,7 @@ from vit_memory.cli.data import (
     looked_at,
     page,
 )
-from vit_memory.cli.progress import Meter, score_text, stopping
+from vit_memory.cli.progress import Meter, score_text, show_log, stopping
 
 if TYPE_CHECKING:
     import torch
@@ -155,6 +154,7 @@ def train(
     from vit_memory.training.runs import Grid, train_run
 
     check_name(name)
+    show_log()
     limit_threads(threads)
     rates = AUTO_RATES[optimiser] if lr == "auto" else tuple(map(float, Numbers(lr).split(",")))
     given: dict[str, Any] = {"steps": steps, "batch": batch, "evaluate_every": evaluate_every}
@@ -201,7 +201,6 @@ def train(
     loaded = load_backbone(backbone, device=crew.device(device), dtype=_dtype(precision, device))
     folder = out or Path("runs") / name
     paths = extends or []
-    logging.getLogger("vit_memory").addHandler(_told(quiet=not crew.first))
     with stopping() as stop:
         try:
             result = train_run(
@@ -226,7 +225,8 @@ def train(
             )
         except TrainingStopped as stopped:
             again = "with --resume" if (folder / "checkpoint.safetensors").exists() else "again"
-            typer.echo(f"{stopped} Go on with the same command {again}.", err=True)
+            if crew.first:
+                typer.echo(f"{stopped} Go on with the same command {again}.", err=True)
             raise typer.Exit(130) from None
     if not crew.first:
         return
@@ -243,13 +243,6 @@ def _dtype(precision: str, device: str) -> "torch.dtype | None":
         precision = "bfloat16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "float32"
     dtype: torch.dtype = getattr(torch, precision)
     return dtype
-
-
-def _told(*, quiet: bool) -> logging.Handler:
-    """What the library logs, as plain lines on stderr."""
-    handler = logging.NullHandler() if quiet else logging.StreamHandler()
-    logging.getLogger("vit_memory").setLevel(logging.INFO)
-    return handler
 
 
 def table(result: "FitResult") -> str:

@@ -30,6 +30,7 @@ _MOST_READ = 2**20  # bytes of a file that are held at a time
 # Times have a grain: a file may be written twice within it, and look unchanged. git waits as well.
 _SETTLED_NS = 2_000_000_000
 _LOCK_WAIT_S = 2.0
+_BETWEEN_MESSAGES_S = 10.0  # where reading takes long
 _DAY_S = 24 * 3600
 _KEPT_DAYS = 90  # after its last use
 _TOUCHED_DAYS = 7  # a use is noted if the last noted one is so long ago: most commands then only read
@@ -48,9 +49,13 @@ def content_digest(content: bytes | memoryview) -> bytes:
 def file_digests(paths: Sequence[str]) -> tuple[bytes, ...]:
     """The digest of every file's content, in order; of a file that cannot be read, a digest of its path."""
     digests: list[bytes] = []
+    next_message = time.monotonic() + _BETWEEN_MESSAGES_S
     with ThreadPoolExecutor(_THREADS) as pool, closing(_Memory()) as memory:
         for first in range(0, len(paths), _AT_ONCE):
             digests += _digests(paths[first : first + _AT_ONCE], pool, memory)
+            if time.monotonic() > next_message:
+                log.info("read %d of %d files to find copies; remembered for the next time", len(digests), len(paths))
+                next_message = time.monotonic() + _BETWEEN_MESSAGES_S
     return tuple(digests)
 
 

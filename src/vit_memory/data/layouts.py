@@ -7,6 +7,7 @@ import math
 import os
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ PARTS = {
     "val": "validation", "valid": "validation", "validation": "validation", "dev": "validation",
     "test": "test", "testing": "test",
 }  # fmt: skip
+_LABEL_TYPES = "biufUS"  # numpy's letters for truth values, whole numbers, numbers and text
 LAYOUTS = """Understood are:
   a folder of class folders:          DATA/cats/1.jpg, DATA/dogs/2.jpg
   such folders under split names:     DATA/train/cats/1.jpg, DATA/val/…, DATA/test/…
@@ -158,6 +160,9 @@ def _csv_rows(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(_text_lines(path, file), delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
         try:
+            twice = [name for name, count in Counter(reader.fieldnames or ()).items() if name and count > 1]
+            if twice:
+                raise DataError(f"{path}: line 1 names a column twice: {', '.join(twice)}. Rename one of them.")
             for row in reader:
                 yield reader.line_num, row
         except csv.Error as error:
@@ -222,8 +227,8 @@ def read_npz(path: Path, columns: Columns) -> Found:
     for suffix, name in (("train", "train"), ("val", "validation"), ("test", "test")):
         if f"x_{suffix}" in arrays:
             x, y = arrays[f"x_{suffix}"], arrays.get(f"y_{suffix}")
-            if y is None or not x.ndim or y.shape[:1] != x.shape[:1] or y.ndim > 2:
-                shapes = f"x_{suffix} is {x.shape}, y_{suffix} is {None if y is None else y.shape}"
+            if y is None or not x.ndim or y.shape[:1] != x.shape[:1] or y.ndim > 2 or y.dtype.kind not in _LABEL_TYPES:
+                shapes = f"x_{suffix} is {x.shape}, y_{suffix} is {None if y is None else (y.shape, str(y.dtype))}"
                 raise DataError(f"{path}: {shapes}; expected a label, or a row of labels or values, per image.")
             widths.add(1 if y.ndim == 1 else y.shape[1])
             where, told = f"{path}:x_{suffix}", f"{path}: y_{suffix}"

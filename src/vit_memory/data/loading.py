@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from vit_memory.data.decoding import Encoded, decode
-from vit_memory.data.splits import WHY_EMPTY, Split
+from vit_memory.data.splits import Split, why_empty
 from vit_memory.data.transforms import Training, Transform
 from vit_memory.errors import BadImage, DataError
 
@@ -76,7 +76,7 @@ class Loader:
         if self.batch_size < 1:
             raise DataError(f"the batch size is {self.batch_size}; expected 1 or more.")
         if not len(self.split):
-            raise DataError(f"the split holds no images: {WHY_EMPTY}.")
+            raise DataError(f"the split holds no images: {why_empty(self.split.kind)}.")
 
     def batches(self, order: Sequence[int] | None = None, view: int = 0, seed: int = 0) -> Iterator[Batch]:
         """Batches in that order of places in the split; `view` and `seed` choose the augmentation of every image."""

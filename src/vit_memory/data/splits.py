@@ -18,11 +18,20 @@ from vit_memory.task import Kind
 
 SHARE = 0.2  # of a class's images, for a test or validation split that has to be drawn
 _QUANTILES = 10
-WHY_EMPTY = (
-    "a split is drawn from classes with at least two different images that have one label only (copies count once). "
-    "Add images, three different ones per class at least, or bring your own splits: DATA/train/, DATA/val/ and "
-    "DATA/test/, or a column split in a table"
-)
+
+
+def why_empty(kind: Kind) -> str:
+    """For messages: how a drawn split comes to hold no image, and what helps."""
+    drawn_from = {
+        "single-label": "classes with at least two different images that have one label only",
+        "multi-label": "labels that at least two different images have",
+        "regression": "images with a known value, at least two different ones",
+    }[kind]
+    return (
+        f"a split is drawn from {drawn_from} (copies count once). Add images"
+        f"{', three different ones per class at least' if kind == 'single-label' else ''}, or bring your own splits: "
+        f"{'DATA/train/, DATA/val/ and DATA/test/, or ' if kind == 'single-label' else ''}a column split in a table"
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ import numpy as np
 from vit_memory.data.decoding import Encoded, decode
 from vit_memory.data.images import Images
 from vit_memory.data.sources import Dataset
-from vit_memory.data.splits import WHY_EMPTY, Split
+from vit_memory.data.splits import Split, why_empty
 from vit_memory.errors import BadImage
 from vit_memory.task import Kind
 
@@ -64,7 +64,11 @@ class Summary:
         if any(self.unknown.values()):
             cells = ", ".join(f"{count} in {name}" for name, count in self.unknown.items() if count)
             said.append(f"cells that say nothing are left out as not known: {cells}")
-        said += [f"the {name} split holds no images: {WHY_EMPTY}" for name, count in self.images.items() if not count]
+        said += [
+            f"the {name} split holds no images: {why_empty(self.kind)}"
+            for name, count in self.images.items()
+            if not count
+        ]
         if "test" not in self.counts:
             said.append("no test images: what is reported on validation images was also used to choose")
         said += [f"{count} images are in both {pair}: results on them flatter" for pair, count in self.shared.items()]

@@ -95,9 +95,12 @@ def _suggested(parts: Mapping[str, Cells], columns: Sequence[str], classes: Sequ
 
 
 def _looks_like_a_number(cells: Sequence[Any]) -> Any:
-    """An example, where all cells are numbers and not class numbers: with fractions, or most of them different."""
+    """An example, where all cells are numbers and not class numbers: with fractions, or most of them different.
+
+    Infinite ones count as numbers here, so that they are refused as values and not learned as labels.
+    """
     filled = [cell for cell in cells if not _blank(cell)]
-    numbers = [number for number in map(_number, filled) if number is not None]
+    numbers = [number for number in map(_parsed, filled) if number is not None]
     if not filled or len(numbers) < len(filled):
         return None
     different = len(filled) >= _FEW_ROWS and len(set(numbers)) > len(numbers) / 2
@@ -139,7 +142,10 @@ def _multi_label(
         _refuse(source, faults)
         flags = {part: table.astype(np.float32) for part, table in tables.items()}
         return Targets("multi-label", reason, tuple(columns), flags)
-    present = {part: [_labels(cell) for cell in cells.values] for part, cells in parts.items()}
+    present = {
+        part: [_labels(cell, f"{source}: {cells.row(i)}") for i, cell in enumerate(cells.values)]
+        for part, cells in parts.items()
+    }
     learned = present["train" if "train" in present else "all"] if known is None else []
     labels = tuple(known) if known is not None else _in_order(name for row in learned if row for name in row)
     if not labels:
@@ -188,11 +194,15 @@ def _blank(cell: Any) -> bool:
 
 
 def _number(cell: Any) -> float | None:
+    number = _parsed(cell)
+    return number if number is not None and abs(number) <= _LARGEST else None  # not NaN, nor infinite
+
+
+def _parsed(cell: Any) -> float | None:
     try:
-        number = float(cell)
+        return float(cell)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if abs(number) <= _LARGEST else None  # not NaN, nor infinite
 
 
 def _flag(cell: Any) -> float | None:
@@ -203,12 +213,12 @@ def _text(cell: Any) -> str:
     return "" if cell is None or (isinstance(cell, float) and math.isnan(cell)) else str(cell).strip()
 
 
-def _labels(cell: Any) -> list[str] | None:
+def _labels(cell: Any, where: str) -> list[str] | None:
     """The labels of one cell, none for an empty list or a lone separator; None where nothing is known."""
     if isinstance(cell, list | tuple):
         odd = next((one for one in cell if isinstance(one, float | list | tuple | dict)), None)
         if odd is not None:
-            raise DataError(f"a list holds {odd!r} where a label belongs; values go into a column each.")
+            raise DataError(f"{where}: a list holds {odd!r}; expected labels. Numbers go into a column each.")
         return [name for name in map(_text, cell) if name]
     text = _text(cell)
     if not text:

@@ -119,7 +119,8 @@ def evaluate(
 ) -> dict[str, AnyScores]:
     """Score tasks on a split whose targets mean `labels`; all of them in one pass per batch."""
     for name in names:
-        _check_comparable(model.tasks[name], split, labels)
+        if reason := why_not_scored(model.tasks[name], split, labels):
+            raise DataError(reason)
     bad = BadImages() if bad is None else bad
     loader = Loader(split, Evaluation(preprocessing_of(model, names)), batch, workers, on_bad_image, bad)
     collected: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -156,16 +157,18 @@ def _outputs(model: Model, images: Tensor, names: Sequence[str], pool: PieceThre
     return {name: torch.cat([part[name] for part in parts]) for name in names}
 
 
-def _check_comparable(task: Task, split: Split, labels: Sequence[str]) -> None:
+def why_not_scored(task: Task, split: Split, labels: Sequence[str]) -> str | None:
+    """Why a task cannot be scored on a split whose targets mean `labels`; None if it can."""
     if task.kind != split.kind:
-        raise DataError(f"task {task.name!r} is {task.kind}, but the images are {split.kind}: --kind {task.kind}")
+        return f"task {task.name!r} is {task.kind}, but the images are {split.kind}: --kind {task.kind}"
     unknown = sorted(set(labels) - set(task.labels))
-    if unknown:
-        shown = ", ".join(unknown[:3]) + (" …" if len(unknown) > 3 else "")
-        raise DataError(
-            f"task {task.name!r} answers other labels than the images have: {len(unknown)} it does not know ({shown}). "
-            f"It knows {', '.join(task.labels[:5])}{' …' if len(task.labels) > 5 else ''}."
-        )
+    if not unknown:
+        return None
+    shown = ", ".join(unknown[:3]) + (" …" if len(unknown) > 3 else "")
+    return (
+        f"task {task.name!r} answers other labels than the images have: {len(unknown)} it does not know ({shown}). "
+        f"It knows {', '.join(task.labels[:5])}{' …' if len(task.labels) > 5 else ''}."
+    )
 
 
 def _in_order_of(task: Task, targets: Tensor, labels: Sequence[str]) -> Tensor:

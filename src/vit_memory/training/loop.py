@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vit_memory.backbone import Backbone
 from vit_memory.data.loading import BadImages, Loader, OnBadImage, nothing_usable
-from vit_memory.data.splits import WHY_EMPTY, Split
+from vit_memory.data.splits import Split, why_empty
 from vit_memory.data.transforms import Evaluation, Training
 from vit_memory.errors import TrainingError, TrainingStopped
 from vit_memory.families.roles import Preprocessing
@@ -319,7 +319,7 @@ def _check(backbone: Backbone, tasks: Sequence[Task], parents: Sequence[Task], t
         check_trained_on(task, backbone)
     for name, split in (("training", train), ("validation", validation)):
         if not len(split):
-            raise TrainingError(f"the {name} split holds no images: {WHY_EMPTY}.")
+            raise TrainingError(f"the {name} split holds no images: {why_empty(split.kind)}.")
 
 
 def _recorded(task: Task, setting: Setting, recipe: Recipe, facts: Preprocessing, metrics: Mapping[str, float]) -> Task:

@@ -133,8 +133,6 @@ def train_run(
         cache = replace(cache, mode=begun.get("cache", cache.mode)) if cache.mode == "auto" else cache
     crew.wait()  # until all have looked at the folder as it was
     log = _Log(folder, anew=not resume) if crew.first else None
-    if crew.first and not resume:
-        _write_json(folder / "config.json", config)
     bad = BadImages()
 
     def note(progress: Progress) -> None:
@@ -143,7 +141,7 @@ def train_run(
         if report is not None:
             report(progress)
 
-    def decided(kind: str) -> None:
+    def decided(kind: str) -> None:  # once all checks have passed: a refused training leaves no folder behind
         if crew.first and not resume:
             _write_json(folder / "config.json", {**config, "cache": kind})
 
