@@ -33,7 +33,7 @@ from vit_memory.data.images import ImageFiles
 from vit_memory.data.loading import Loader
 from vit_memory.data.splits import Split
 from vit_memory.data.transforms import Training
-from vit_memory.families.roles import Preprocessing
+from vit_memory.preprocessing import Preprocessing
 
 BATCH, SIZE = 64, 224
 FACTS = Preprocessing(256, (SIZE, SIZE), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bilinear")

@@ -7,7 +7,7 @@ import torch
 
 from builders import ROUNDING, graph_shapes, images, tiny_backbone, trained, variant_params, worst
 from vit_memory import MemoryViT
-from vit_memory.model import seat_tasks
+from vit_memory.model import lay_out_tasks
 from vit_memory.reading import Readers, place_cells, project_cells, read
 
 
@@ -31,7 +31,7 @@ def test_asking_for_some_tasks_answers_for_those_alone():
     assert list(some) == ["left"]
     assert worst(some["left"], everything["left"]) <= ROUNDING
     readers = model._select(["left"]).readers
-    assert sorted(readers.seating.names) == ["left", "top"]
+    assert sorted(readers.layout.names) == ["left", "top"]
 
 
 @pytest.mark.parametrize("part", ["memory", "class_token", "head_weight", "head_bias"])
@@ -59,17 +59,17 @@ def test_a_task_has_no_gradient_with_respect_to_unrelated_tasks():
     roles = backbone.roles
     model = MemoryViT(backbone, [*graph_shapes(backbone)["diamond"], trained(backbone, "stranger", cells=4)])
     names = list(model.tasks)
-    seating = seat_tasks(model.tasks, names, torch.device("cpu"))
-    tokens = {name: model.tasks[name].class_token.clone().requires_grad_() for name in seating.names}
-    memory = {name: model.tasks[name].memory.clone().requires_grad_() for name in seating.names}
+    layout = lay_out_tasks(model.tasks, names, torch.device("cpu"))
+    tokens = {name: model.tasks[name].class_token.clone().requires_grad_() for name in layout.names}
+    memory = {name: model.tasks[name].memory.clone().requires_grad_() for name in layout.names}
     blocks = []
     for i, block in enumerate(roles.blocks):
-        cells = torch.cat([memory[name][i] for name in seating.names])
-        blocks.append(place_cells(seating, *project_cells(roles, block, cells)))
-    readers = Readers(seating, torch.stack([tokens[name] for name in seating.names]), tuple(blocks))
+        cells = torch.cat([memory[name][i] for name in layout.names])
+        blocks.append(place_cells(layout, *project_cells(roles, block, cells)))
+    readers = Readers(layout, torch.stack([tokens[name] for name in layout.names]), tuple(blocks))
     features = read(roles, readers, model.trunk(images()))
     for name in names:
-        loss = features[:, seating.names.index(name)].square().sum()
+        loss = features[:, layout.names.index(name)].square().sum()
         leaves = [*tokens.values(), *memory.values()]
         grads = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
         related = {name, *model.tasks.ancestors(name)}
@@ -84,7 +84,7 @@ def test_a_thousand_tasks_cost_a_thousand_tokens_and_no_pairs():
     model = MemoryViT(backbone, [trained(backbone, f"task-{i}", cells=5) for i in range(1000)])
     outputs = model(images(1))
     assert len(outputs) == 1000
-    (group,) = model._select(None).readers.seating.groups
+    (group,) = model._select(None).readers.layout.groups
     assert group.ancestors.numel() == 0
     assert tuple(group.cells.shape) == (1000, 5)
 
@@ -95,7 +95,7 @@ def test_a_long_chain_is_read_in_bounded_pieces():
     for i in range(1, 150):
         chain.append(trained(backbone, f"task-{i}", cells=1, parents=[f"task-{i - 1}"]))
     model = MemoryViT(backbone, chain)
-    groups = model._select(None).readers.seating.groups
+    groups = model._select(None).readers.layout.groups
     assert max(group.ancestors.numel() for group in groups) <= 4096
     last = model(images(1))["task-149"]
     assert worst(last, model(images(1), ["task-149"])["task-149"]) <= ROUNDING

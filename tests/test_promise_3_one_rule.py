@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from builders import ROUNDING, graph_shapes, images, library_model, tiny_backbone, trained, variant_params, worst
 from vit_memory import MemoryViT, TaskError, TaskGraph
 from vit_memory.reference import dense_forward, rule
+from vit_memory.standalone import StandaloneModel
 
 
 @pytest.mark.parametrize("variant", variant_params())
@@ -87,6 +88,16 @@ def test_raw_memory_skips_the_norm_in_every_pass():
     outputs = MemoryViT(backbone, [raw])(images())
     assert worst(outputs["task"], dense_forward(backbone, [raw], images())["task"]) <= ROUNDING
     assert worst(outputs["task"], MemoryViT(backbone, [normed])(images())["task"]) > 1e-2
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("regime", ["memory-unmasked", "propagated", "additive"])
+def test_a_standalone_model_is_the_dense_rule_without_a_mask(regime, raw):
+    backbone = tiny_backbone()
+    task = replace(trained(backbone, "task", cells=3, regime=regime), raw_memory=raw)
+    ours, dense = StandaloneModel(backbone, task)(images()), dense_forward(backbone, [task], images())
+    assert worst(ours["task"], dense["task"]) <= ROUNDING
+    assert worst(ours.original.logits, dense.original.logits) <= ROUNDING
 
 
 @pytest.mark.parametrize("regime", ["memory-unmasked", "propagated", "additive"])

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
         VitMemoryError,
     )
     from vit_memory.explanation import Explanation
-    from vit_memory.families.roles import Original, Preprocessing
     from vit_memory.files.bundle import Bundle
     from vit_memory.graph import TaskGraph
-    from vit_memory.model import MemoryViT, Outputs
+    from vit_memory.model import MemoryViT
+    from vit_memory.outputs import Original, Outputs
+    from vit_memory.preprocessing import Preprocessing
     from vit_memory.task import Task, TaskRecord, new_task
     from vit_memory.training.cache import Cache
     from vit_memory.training.loop import FitResult, fit
@@ -82,9 +83,10 @@ _HOMES = {
     "data.sources": ("Dataset", "open_data"),
     "explanation": ("Explanation",),
     "files.bundle": ("Bundle",),
-    "families.roles": ("Original", "Preprocessing"),
     "graph": ("TaskGraph",),
-    "model": ("MemoryViT", "Outputs"),
+    "model": ("MemoryViT",),
+    "outputs": ("Original", "Outputs"),
+    "preprocessing": ("Preprocessing",),
     "task": ("Task", "TaskRecord", "new_task"),
     "training.cache": ("Cache",),
     "training.loop": ("FitResult", "fit"),

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from vit_memory.errors import BackboneError, ImageError
 from vit_memory.families import Family, bundled, family_of
-from vit_memory.families.roles import Preprocessing, Roles
+from vit_memory.families.roles import Roles
+from vit_memory.preprocessing import Preprocessing
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Where a task's class token looked: attention weights by what they fell on, for people to look at."""
+"""Attention of a task's class token on one image, sorted by what was read: patches, itself, cells, ancestors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vit_memory.graph import TaskGraph
-from vit_memory.reading import Looks, Seating
+from vit_memory.reading import AttentionWeights, ReaderLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,23 +29,23 @@ class Explanation:
         return torch.stack([self.patches.sum((-1, -2)), self.itself, *named, *cells]).sum(0)
 
 
-def explain_looks(
+def explain_attention(
     graph: TaskGraph,
     task: str,
-    seating: Seating,
-    looks: Sequence[Looks],
+    layout: ReaderLayout,
+    weights: Sequence[AttentionWeights],
     prefix: tuple[str, ...],
     grid: tuple[int, int],
 ) -> Explanation:
-    """Sort one image's recorded looks, in the order of blocks and groups, by what was looked at."""
-    position = seating.names.index(task)
-    own = [look for look in looks if look.group.start <= position < look.group.stop]
+    """Sort the attention weights of one image, in the order of blocks and groups, by what was read."""
+    position = layout.names.index(task)
+    own = [part for part in weights if part.group.start <= position < part.group.stop]
     row = position - own[0].group.start
     originals, itself, above, cells = (
-        torch.stack([getattr(look, part)[0, :, row] for look in own]).cpu()  # (L, H, …)
+        torch.stack([getattr(block, part)[0, :, row] for block in own]).cpu()  # (L, H, …)
         for part in ("originals", "itself", "ancestors", "cells")
     )
-    ancestors = [name for name in graph.ancestors(task) if name in seating.names]
+    ancestors = [name for name in graph.ancestors(task) if name in layout.names]
     sizes = [graph[name].cells for name in ancestors]
     counts = list(cells[..., : sum(sizes) + graph[task].cells].split([*sizes, graph[task].cells], dim=-1))
     patches = originals[..., len(prefix) :].unflatten(-1, grid)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from vit_memory.families.roles import Block, Original, Roles, Rotation
+from vit_memory.families.roles import Block, Roles, Rotation
 from vit_memory.joining import JoinPlan
-from vit_memory.reading import Group, Memory, Readers, attend_readers
+from vit_memory.outputs import Original
+from vit_memory.reading import Memory, ReaderGroup, Readers, attend_readers
 from vit_memory.trunk import attend_originals, call, finish_block, split_qkv
 
 
@@ -33,7 +34,7 @@ def run_fused(roles: Roles, plan: JoinPlan, readers: Readers, images: Tensor) ->
                 split_qkv(block, run(block.norm1, rows), run),
                 (B, N, T),
                 rotation,
-                readers.seating.groups,
+                readers.layout.groups,
                 memory,
             ),
             run,
@@ -48,7 +49,7 @@ def _attend(
     qkv: tuple[Tensor, Tensor, Tensor],
     sizes: tuple[int, int, int],
     rotation: Rotation | None,
-    groups: Sequence[Group],
+    groups: Sequence[ReaderGroup],
     memory: Sequence[Memory],
 ) -> Tensor:
     """Original tokens read each other, class tokens read them and their own: rows (B·N + B·T, A) in and out."""

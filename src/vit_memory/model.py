@@ -6,7 +6,7 @@ names its tasks.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,49 +16,21 @@ from torch import Tensor, nn
 
 from vit_memory.backbone import Backbone
 from vit_memory.errors import BackboneMismatch, TaskError, UnknownTask
-from vit_memory.explanation import Explanation, explain_looks
-from vit_memory.families.roles import Original, Roles
+from vit_memory.explanation import Explanation, explain_attention
+from vit_memory.families.roles import Roles
 from vit_memory.fused import run_fused
 from vit_memory.graph import TaskGraph
 from vit_memory.joining import JoinPlan
-from vit_memory.reading import Group, Looks, Readers, Seating, place_cells, project_cells, read, seat
+from vit_memory.outputs import Original, Outputs
+from vit_memory.reading import AttentionWeights, ReaderLayout, Readers, lay_out, place_cells, project_cells, read
 from vit_memory.task import Task, head_output
 from vit_memory.trunk import Trunk, run_trunk
 
-_KEPT_SELECTIONS = 32  # task selections whose gathered memory is kept; requests tend to repeat a few
+_CACHED_SELECTIONS = 32  # task selections whose gathered memory is kept; requests tend to repeat a few
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outputs(Mapping[str, Tensor]):
-    """The backbone's own answer, untouched, and one tensor of logits per task asked for.
-
-    A mapping from task name to logits (B, C); regression tasks give their values, in the user's units.
-    """
-
-    original: Original
-    tasks: dict[str, Tensor]
-
-    def __getitem__(self, name: str) -> Tensor:
-        try:
-            return self.tasks[name]
-        except KeyError:
-            raise UnknownTask(
-                f"no answer for {name!r}: this call asked for {', '.join(self.tasks) or 'no task'}."
-            ) from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tasks)
-
-    def __len__(self) -> int:
-        return len(self.tasks)
-
-
-for _cls in (Original, Outputs):  # so that torch.export can hand them out
-    torch.export.register_dataclass(_cls, serialized_type_name=f"vit_memory.{_cls.__name__}")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Kept:
+class _PreparedTask:
     """A task on the backbone's device and in its dtype, its memory already turned to keys and values."""
 
     token: Tensor | None  # (D,), as it enters the first block
@@ -74,7 +46,8 @@ class _Selection:
     """What a call for certain tasks needs: their readers, and where each task's answer comes from."""
 
     readers: Readers | None  # None where only `head` tasks are asked for
-    answers: tuple[tuple[str, int | None, _Kept], ...]  # name, position among the readers (None: the original feature)
+    # Name, position among the readers (None: it reads the original feature), task.
+    answers: tuple[tuple[str, int | None, _PreparedTask], ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +59,7 @@ class _Snapshot:
     """
 
     graph: TaskGraph
-    kept: Mapping[str, _Kept] = field(default_factory=dict)
+    prepared: Mapping[str, _PreparedTask] = field(default_factory=dict)
     selections: Mapping[tuple[str, ...], _Selection] = field(default_factory=dict)
 
 
@@ -118,14 +91,14 @@ class MemoryViT(nn.Module):
             check_trained_on(task, self.backbone)
         with self._write_lock:
             old = self._snapshot
-            self._snapshot = _Snapshot(old.graph.add(*tasks), old.kept)
+            self._snapshot = _Snapshot(old.graph.add(*tasks), old.prepared)
 
     def remove(self, *names: str) -> None:
         """Detach tasks, all or none; refused while another task extends one of them."""
         with self._write_lock:
             old = self._snapshot
             graph = old.graph.remove(*names)
-            self._snapshot = _Snapshot(graph, {name: kept for name, kept in old.kept.items() if name in graph})
+            self._snapshot = _Snapshot(graph, {name: old.prepared[name] for name in old.prepared if name in graph})
 
     def forward(self, images: Tensor, tasks: Sequence[str] | None = None) -> Outputs:
         """Answer for `tasks` (all attached ones by default) and for the backbone, in one pass.
@@ -165,50 +138,51 @@ class MemoryViT(nn.Module):
             raise TaskError(f"explain looks at one image, {len(images)} given.")
         readers = self._select((task,), snapshot).readers
         assert readers is not None  # a task with a class token has a reader
-        looks: list[Looks] = []
+        weights: list[AttentionWeights] = []
         roles = self.backbone.roles
-        read(roles, readers, run_trunk(roles, images), looks.append)
+        read(roles, readers, run_trunk(roles, images), weights.append)
         grid = images.shape[-2] // roles.patch_size[0], images.shape[-1] // roles.patch_size[1]
-        return explain_looks(graph, task, readers.seating, looks, roles.prefix, grid)
+        return explain_attention(graph, task, readers.layout, weights, roles.prefix, grid)
 
     def _select(self, names: Sequence[str] | None, snapshot: _Snapshot | None = None) -> _Selection:
         snapshot = snapshot or self._snapshot
         if isinstance(names, str):
             raise UnknownTask(f"tasks is {names!r}; give a list of names: [{names!r}].")
         wanted = tuple(snapshot.graph) if names is None else tuple(dict.fromkeys(names))
-        found = snapshot.selections.get(wanted)
-        if found is None:
-            found = self._assemble(snapshot, wanted)
+        selection = snapshot.selections.get(wanted)
+        if selection is None:
+            selection = self._assemble(snapshot, wanted)
             if not torch.compiler.is_compiling():  # a tracer's tensors must not outlive the trace
-                others = snapshot.selections if len(snapshot.selections) < _KEPT_SELECTIONS else {}
-                snapshot.selections = {**others, wanted: found}
-        return found
+                others = snapshot.selections if len(snapshot.selections) < _CACHED_SELECTIONS else {}
+                snapshot.selections = {**others, wanted: selection}
+        return selection
 
     @torch.no_grad()
     def _assemble(self, snapshot: _Snapshot, wanted: tuple[str, ...]) -> _Selection:
         graph, roles = snapshot.graph, self.backbone.roles
-        kept: dict[str, _Kept] = {}
+        prepared: dict[str, _PreparedTask] = {}
         for name in graph.with_ancestors(wanted):
-            kept[name] = snapshot.kept.get(name) or _keep(graph[name], self.backbone)
+            prepared[name] = snapshot.prepared.get(name) or _prepare(graph[name], self.backbone)
         if not torch.compiler.is_compiling():
-            snapshot.kept = {**snapshot.kept, **kept}
-        seating = seat_tasks(graph, [name for name in kept if kept[name].token is not None], self.backbone.device)
-        position = {name: i for i, name in enumerate(seating.names)}
+            snapshot.prepared = {**snapshot.prepared, **prepared}
+        with_token = [name for name in prepared if prepared[name].token is not None]
+        layout = lay_out_tasks(graph, with_token, self.backbone.device)
+        position = {name: i for i, name in enumerate(layout.names)}
         readers = None
-        if seating.names:
+        if layout.names:
             readers = Readers(
-                seating=seating,
-                tokens=torch.stack([_token(kept[name]) for name in seating.names]),
+                layout=layout,
+                tokens=torch.stack([_token(prepared[name]) for name in layout.names]),
                 memory=tuple(
                     place_cells(
-                        seating,
-                        torch.cat([kept[name].keys[i] for name in seating.names]),
-                        torch.cat([kept[name].values[i] for name in seating.names]),
+                        layout,
+                        torch.cat([prepared[name].keys[i] for name in layout.names]),
+                        torch.cat([prepared[name].values[i] for name in layout.names]),
                     )
                     for i in range(len(roles.blocks))
                 ),
             )
-        return _Selection(readers, tuple((name, position.get(name), kept[name]) for name in wanted))
+        return _Selection(readers, tuple((name, position.get(name), prepared[name]) for name in wanted))
 
     def _apply(self, fn, recurse: bool = True) -> "MemoryViT":  # type: ignore[no-untyped-def]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -225,20 +199,14 @@ class MemoryViT(nn.Module):
         self._write_lock = threading.Lock()
 
 
-def seat_tasks(graph: TaskGraph, names: Sequence[str], device: torch.device) -> Seating:
-    """Seat the tasks called `names`, all of which have class tokens and all of whose ancestors are among them."""
+def lay_out_tasks(graph: TaskGraph, names: Sequence[str], device: torch.device) -> ReaderLayout:
+    """The layout of the tasks called `names`: all have class tokens, and all their ancestors are among them."""
     index = {name: i for i, name in enumerate(names)}
     ancestors = [[index[a] for a in graph.ancestors(name) if a in index] for name in names]
-    seating = seat(names, ancestors, [graph[name].cells for name in names])
-    move = partial(torch.Tensor.to, device=device)
-    groups = tuple(
-        Group(g.start, g.stop, move(g.ancestors), move(g.cells), None if g.readable is None else move(g.readable))
-        for g in seating.groups
-    )
-    return Seating(seating.names, groups)
+    return lay_out(names, ancestors, [graph[name].cells for name in names]).to(device)
 
 
-def _keep(task: Task, backbone: Backbone) -> _Kept:
+def _prepare(task: Task, backbone: Backbone) -> _PreparedTask:
     # Always a copy: tensors of a file lie unaligned in it, and products of unaligned weights round differently.
     place = partial(torch.Tensor.to, device=backbone.device, dtype=backbone.dtype, copy=True)
     roles: Roles = backbone.roles
@@ -254,36 +222,36 @@ def _keep(task: Task, backbone: Backbone) -> _Kept:
         ]
         keys, values = zip(*projected, strict=True)
     scale = None if task.target_scale is None else task.target_scale.tensor(backbone.device)
-    return _Kept(token, keys, values, place(task.head_weight), place(task.head_bias), scale)
+    return _PreparedTask(token, keys, values, place(task.head_weight), place(task.head_bias), scale)
 
 
-def _token(kept: _Kept) -> Tensor:
-    assert kept.token is not None
-    return kept.token
+def _token(prepared: _PreparedTask) -> Tensor:
+    assert prepared.token is not None
+    return prepared.token
 
 
 def _answer(selection: _Selection, original: Original, features: Tensor | None) -> Outputs:
     answers: dict[str, Tensor] = {}
-    for name, position, kept in selection.answers:
+    for name, position, prepared in selection.answers:
         feature = original.feature if position is None or features is None else features[:, position]
-        answers[name] = head_output(feature, kept.head_weight, kept.head_bias, kept.scale)
+        answers[name] = head_output(feature, prepared.head_weight, prepared.head_bias, prepared.scale)
     return Outputs(original, answers)
 
 
 def check_trained_on(task: Task, backbone: Backbone) -> None:
     """Raise BackboneMismatch unless the task was trained on exactly this backbone: the same shape and weights."""
-    trained, here = task.backbone, backbone.identity
-    remedy = f"Load {trained.name}, or train the task again on {here.name}."
+    trained, loaded = task.backbone, backbone.identity
+    remedy = f"Load {trained.name}, or train the task again on {loaded.name}."
     if task.regime == "full":  # it names the backbone that it started from; the weights are its own
         remedy = f"Load the backbone that was trained with it: {task.name}.backbone.safetensors beside its task file."
-    if (trained.width, trained.depth, trained.heads) != (here.width, here.depth, here.heads):
+    if (trained.width, trained.depth, trained.heads) != (loaded.width, loaded.depth, loaded.heads):
         raise BackboneMismatch(
             f"task {task.name!r} was trained on {trained.name} (width {trained.width}, {trained.depth} blocks, "
-            f"{trained.heads} heads), but the backbone is {here.name} (width {here.width}, {here.depth} blocks, "
-            f"{here.heads} heads). {remedy}"
+            f"{trained.heads} heads), but the backbone is {loaded.name} (width {loaded.width}, {loaded.depth} blocks, "
+            f"{loaded.heads} heads). {remedy}"
         )
-    if trained.fingerprint != here.fingerprint:
+    if trained.fingerprint != loaded.fingerprint:
         raise BackboneMismatch(
             f"task {task.name!r} was trained on {trained.name} with fingerprint {trained.fingerprint[:12]}…, but the "
-            f"backbone {here.name} has {here.fingerprint[:12]}…: same shape, other weights. {remedy}"
+            f"backbone {loaded.name} has {loaded.fingerprint[:12]}…: same shape, other weights. {remedy}"
         )

@@ -9,7 +9,7 @@ K ancestors, P cells a reader may read (its own and its ancestors').
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ _GATHERED_PAIRS = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class ReaderGroup:
     """Neighbouring readers that read about equally much, padded to the same lengths."""
 
     start: int
@@ -32,13 +32,22 @@ class Group:
     cells: Tensor  # (G, P) rows of the flat cell table; padding points at its last, zero row
     readable: Tensor | None  # (G, K + P) bool, False at padding; None where nothing is padded
 
+    def to(self, device: torch.device) -> "ReaderGroup":
+        """The same group with its tensors on that device."""
+        readable = None if self.readable is None else self.readable.to(device)
+        return replace(self, ancestors=self.ancestors.to(device), cells=self.cells.to(device), readable=readable)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seating:
-    """Who sits where: the readers in order, and their groups. The flat table holds their cells in the same order."""
+class ReaderLayout:
+    """The order of the readers, and their groups. The flat table holds their cells in the same order."""
 
     names: tuple[str, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[ReaderGroup, ...]
+
+    def to(self, device: torch.device) -> "ReaderLayout":
+        """The same layout with its tensors on that device."""
+        return replace(self, groups=tuple(group.to(device) for group in self.groups))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,26 +62,26 @@ class Memory:
 class Readers:
     """T class tokens ready to read: where they start, and the memory of every block and group."""
 
-    seating: Seating
+    layout: ReaderLayout
     tokens: Tensor  # (T, D), as they enter the first block
     memory: tuple[tuple[Memory, ...], ...]  # per block, per group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Looks:
-    """Attention weights of one group in one block, by what was looked at; over all four they sum to one."""
+class AttentionWeights:
+    """Attention weights of one group in one block, by what was read; over all four they sum to one."""
 
-    group: Group
+    group: ReaderGroup
     originals: Tensor  # (B, H, G, N)
     itself: Tensor  # (B, H, G, 1)
     ancestors: Tensor  # (B, H, G, K)
     cells: Tensor  # (B, H, G, P)
 
 
-Watch = Callable[[Looks], None]
+Recorder = Callable[[AttentionWeights], None]
 
 
-def seat(names: Sequence[str], ancestors: Sequence[Sequence[int]], cells: Sequence[int]) -> Seating:
+def lay_out(names: Sequence[str], ancestors: Sequence[Sequence[int]], cells: Sequence[int]) -> ReaderLayout:
     """Order readers into groups of like length. `ancestors[i]` are positions in `names`, `cells[i]` counts its own.
 
     Lengths are put together by powers of two and padded to the longest of the group, so that tasks of one size need
@@ -87,7 +96,7 @@ def seat(names: Sequence[str], ancestors: Sequence[Sequence[int]], cells: Sequen
         rows.append((first, first + cells[i]))
     zero_row = rows[-1][1] if rows else 0
 
-    groups: list[Group] = []
+    groups: list[ReaderGroup] = []
     start = 0
     while start < len(order):
         first = order[start]
@@ -106,17 +115,17 @@ def seat(names: Sequence[str], ancestors: Sequence[Sequence[int]], cells: Sequen
         ]
         groups.append(_group(start, stop, above, read, zero_row))
         start = stop
-    return Seating(tuple(names[i] for i in order), tuple(groups))
+    return ReaderLayout(tuple(names[i] for i in order), tuple(groups))
 
 
-def _group(start: int, stop: int, above: list[list[int]], read: list[list[int]], zero_row: int) -> Group:
+def _group(start: int, stop: int, above: list[list[int]], read: list[list[int]], zero_row: int) -> ReaderGroup:
     K, P = max(map(len, above)), max(map(len, read))
     padded = any(len(up) < K or len(rows) < P for up, rows in zip(above, read, strict=True))
     readable = [
         [True] * len(up) + [False] * (K - len(up)) + [True] * len(rows) + [False] * (P - len(rows))
         for up, rows in zip(above, read, strict=True)
     ]
-    return Group(
+    return ReaderGroup(
         start=start,
         stop=stop,
         ancestors=torch.tensor([up + [0] * (K - len(up)) for up in above], dtype=torch.long),
@@ -136,11 +145,11 @@ def project_cells(roles: Roles, block: Block, cells: Tensor, *, raw: bool = Fals
     return block.norm_k(k), v
 
 
-def place_cells(seating: Seating, keys: Tensor, values: Tensor) -> tuple[Memory, ...]:
+def place_cells(layout: ReaderLayout, keys: Tensor, values: Tensor) -> tuple[Memory, ...]:
     """The flat table (S, H, A/H) of one block, gathered per group in the layout that the products want."""
     keys, values = (torch.cat([table, table.new_zeros(1, *table.shape[1:])]) for table in (keys, values))
 
-    def chosen(table: Tensor, group: Group) -> Tensor:  # (G, P, H, A/H); the gradient of plain indexing is slow
+    def chosen(table: Tensor, group: ReaderGroup) -> Tensor:  # (G, P, H, A/H); the gradient of plain indexing is slow
         rows: Tensor = table.index_select(0, group.cells.flatten()).unflatten(0, group.cells.shape)
         return rows
 
@@ -149,7 +158,7 @@ def place_cells(seating: Seating, keys: Tensor, values: Tensor) -> tuple[Memory,
             keys=chosen(keys, group).permute(0, 2, 3, 1).contiguous(),
             values=chosen(values, group).transpose(1, 2).contiguous(),
         )
-        for group in seating.groups
+        for group in layout.groups
     )
 
 
@@ -158,9 +167,9 @@ def attend_readers(
     block: Block,
     qkv: tuple[Tensor, Tensor, Tensor],
     trunk: tuple[Tensor, Tensor],
-    groups: Sequence[Group],
+    groups: Sequence[ReaderGroup],
     memory: Sequence[Memory],
-    watch: Watch | None = None,
+    record: Recorder | None = None,
 ) -> Tensor:
     """What T class tokens read in one block: their q, k, v (B, T, A) against trunk keys and values (B, H, N, A/H).
 
@@ -197,14 +206,14 @@ def attend_readers(
             read = read + (w_cells.permute(2, 1, 0, 3) @ cells.values).permute(2, 1, 0, 3)
         from_trunk.append(w_trunk)
         from_rest.append(read)
-        if watch is not None:
-            watch(Looks(group, w_trunk, w_self, w_above, w_cells))
+        if record is not None:
+            record(AttentionWeights(group, w_trunk, w_self, w_above, w_cells))
     w_trunk = from_trunk[0] if len(from_trunk) == 1 else torch.cat(from_trunk, dim=2)
     rest = from_rest[0] if len(from_rest) == 1 else torch.cat(from_rest, dim=2)
     return (w_trunk @ trunk_values + rest).transpose(1, 2).flatten(2)
 
 
-def _gather(group: Group, x: Tensor) -> Tensor:
+def _gather(group: ReaderGroup, x: Tensor) -> Tensor:
     """Ancestors' rows of x (B, H, T, A/H) per reader: (B, H, G, K, A/H), zero at padding.
 
     Padding must not hold a real row: weight zero times a broken task's NaN is NaN.
@@ -216,7 +225,7 @@ def _gather(group: Group, x: Tensor) -> Tensor:
     return rows.masked_fill(padding, 0.0)
 
 
-def read(roles: Roles, readers: Readers, trunk: Trunk, watch: Watch | None = None, run: Run = call) -> Tensor:
+def read(roles: Roles, readers: Readers, trunk: Trunk, record: Recorder | None = None, run: Run = call) -> Tensor:
     """Run T class tokens through all blocks against a given trunk; returns their final, normed outputs (B, T, D).
 
     Carries a graph to whatever the readers were made from, and none to the trunk: this is what training runs on.
@@ -224,6 +233,6 @@ def read(roles: Roles, readers: Readers, trunk: Trunk, watch: Watch | None = Non
     x = readers.tokens[None]  # (1, T, D): before the first block has read, they are the same for every image
     for block, k, v, memory in zip(roles.blocks, trunk.keys, trunk.values, readers.memory, strict=True):
         qkv = split_qkv(block, run(block.norm1, x), run)
-        read_in = attend_readers(roles, block, qkv, (k, v), readers.seating.groups, memory, watch)
+        read_in = attend_readers(roles, block, qkv, (k, v), readers.layout.groups, memory, record)
         x = finish_block(block, x, read_in, run)
     return call(roles.final_norm, x)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from vit_memory.backbone import Backbone
 from vit_memory.errors import TaskError
-from vit_memory.families.roles import Block, Original, Roles, Rotation
+from vit_memory.families.roles import Block, Roles, Rotation
 from vit_memory.graph import TaskGraph
-from vit_memory.model import Outputs
+from vit_memory.outputs import Original, Outputs
 from vit_memory.task import COMPOSABLE, Regime, Task
 from vit_memory.trunk import by_heads, finish_block, split_qkv
 
@@ -104,12 +104,12 @@ def dense_pass(
     for i, block in enumerate(roles.blocks):
         carried = x[:, N + T :]
         if regime == "propagated":
-            here = carried
+            entering = carried
         elif regime == "additive":
-            here = carried + cells[i] if i else carried
+            entering = carried + cells[i] if i else carried
         else:
-            here = cells[i].expand(B, -1, -1)
-        x = _dense_block(roles, block, torch.cat([x[:, : N + T], here], dim=1), reads, rotation, skips_norm, N)
+            entering = cells[i].expand(B, -1, -1)
+        x = _dense_block(roles, block, torch.cat([x[:, : N + T], entering], dim=1), reads, rotation, skips_norm, N)
     return roles.finish(x[:, :N]), roles.final_norm(x[:, N : N + T])
 
 

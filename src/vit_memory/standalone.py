@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from vit_memory.backbone import Backbone
 from vit_memory.errors import UnknownTask
-from vit_memory.model import Outputs, check_trained_on
-from vit_memory.reference import dense_forward
+from vit_memory.model import check_trained_on
+from vit_memory.outputs import Outputs
 from vit_memory.task import Task
-from vit_memory.trunk import run_trunk
+from vit_memory.trunk import run_originals
+from vit_memory.unmasked import run_unmasked
 
 
 class StandaloneModel(nn.Module):
@@ -30,10 +31,14 @@ class StandaloneModel(nn.Module):
         """The task's output (B, C). `original` is the backbone's output as the task changed it."""
         for name in tasks or ():
             self.tasks[name]  # raises UnknownTask
-        if self.task.regime != "full":
-            return dense_forward(self.backbone, [self.task], images)
-        original = run_trunk(self.backbone.roles, self.backbone.check_images(images), keep=False).original
-        return Outputs(original, {self.task.name: self.task.answer(original.feature)})
+        task, roles = self.task, self.backbone.roles
+        images = self.backbone.check_images(images)
+        if task.class_token is None:  # `full`: the backbone is the task's own
+            original = run_originals(roles, images)
+            return Outputs(original, {task.name: task.answer(original.feature)})
+        token, cells = task.class_token[None].to(images), task.memory.to(images)
+        original, features = run_unmasked(roles, images, token, cells, task.regime, raw=task.raw_memory)
+        return Outputs(original, {task.name: task.answer(features[:, 0])})
 
 
 class _OneTask(dict[str, Task]):

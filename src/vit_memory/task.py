@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vit_memory.backbone import Backbone, BackboneIdentity
 from vit_memory.errors import TaskError
-from vit_memory.families.roles import Preprocessing
+from vit_memory.preprocessing import Preprocessing
 
 Kind = Literal["single-label", "multi-label", "regression"]
 Regime = Literal["head", "class", "memory", "memory-unmasked", "full", "propagated", "additive"]

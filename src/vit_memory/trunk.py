@@ -4,14 +4,15 @@ The same operations in the same order on the same shapes as the library, so the 
 known here: whatever is attached, a trunk is the same.
 """
 
-import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from vit_memory.families.roles import Block, Original, Roles, Rotation
+from vit_memory.buffers import BufferPool
+from vit_memory.families.roles import Block, Roles, Rotation
+from vit_memory.outputs import Original
 
 Run = Callable[[nn.Module, Tensor], Tensor]  # how a row-wise module is applied to tokens
 
@@ -23,6 +24,11 @@ class Trunk:
     keys: tuple[Tensor, ...]  # per block (B, H, N, A/H), rotated and normed as the library does
     values: tuple[Tensor, ...]  # per block (B, H, N, A/H)
     original: Original
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PooledTrunk(Trunk):
+    """A trunk whose keys and values lie in a buffer pool: they are overwritten when the pool is used for the next."""
 
 
 def call(module: nn.Module, x: Tensor) -> Tensor:
@@ -74,37 +80,20 @@ def finish_block(block: Block, x: Tensor, attended: Tensor, run: Run = call) -> 
     return out
 
 
-class Room:
-    """Memory for what one batch leaves behind, used again for the next: fresh pages cost more than what is put there.
-
-    What lies in a slot holds until the slot is taken again.
-    """
-
-    def __init__(self) -> None:
-        self._slots: dict[Hashable, Tensor] = {}
-
-    def take(self, slot: Hashable, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of that shape, with whatever is in it."""
-        held = self._slots.get(slot)
-        if held is None or held.shape[1:] != shape[1:] or len(held) < shape[0] or held.dtype != dtype:
-            held = self._slots[slot] = torch.empty(shape, dtype=dtype, device=device)
-        return held[: shape[0]]
-
-    def place(self, slot: Hashable, x: Tensor) -> Tensor:
-        """A contiguous copy of x (B, …) in that slot."""
-        return self.take(slot, x.shape, x.dtype, x.device).copy_(x)
-
-
-class RoomPerThread(threading.local):
-    """A room for each thread that asks: threads compute different pieces of a batch at the same time."""
-
-    def __init__(self) -> None:
-        self.room = Room()
+def run_originals(roles: Roles, images: Tensor) -> Original:
+    """The same pass with nothing kept for readers, and with a graph to the backbone's weights where they have one."""
+    x, rotation = roles.embed(images)
+    for block in roles.blocks:
+        x = finish_block(block, x, attend_originals(roles, block, *split_qkv(block, block.norm1(x)), rotation)[0])
+    return roles.finish(x)
 
 
 @torch.no_grad()
-def run_trunk(roles: Roles, images: Tensor, *, keep: bool = True, room: Room | None = None) -> Trunk:
-    """One pass of the original tokens alone over images (B, C, height, width); keys and values only if kept."""
+def run_trunk(roles: Roles, images: Tensor, *, keep: bool = True, pool: BufferPool | None = None) -> Trunk:
+    """One pass of the original tokens alone over images (B, C, height, width); keys and values only if kept.
+
+    With a `pool` the result is a `PooledTrunk`, which lasts until the next call with the same pool.
+    """
     keys: list[Tensor] = []
     values: list[Tensor] = []
     x, rotation = roles.embed(images)
@@ -112,10 +101,11 @@ def run_trunk(roles: Roles, images: Tensor, *, keep: bool = True, room: Room | N
     def attend(block: Block, x: Tensor) -> Tensor:
         attended, k, v = attend_originals(roles, block, *split_qkv(block, block.norm1(x)), rotation)
         if keep:  # head by head, as readers' products want them: they would else copy them, and keep both for a graph
-            keys.append(k.contiguous() if room is None else room.place(("keys", len(keys)), k))
-            values.append(v.contiguous() if room is None else room.place(("values", len(values)), v))
+            keys.append(k.contiguous() if pool is None else pool.copy_in(("keys", len(keys)), k))
+            values.append(v.contiguous() if pool is None else pool.copy_in(("values", len(values)), v))
         return attended
 
     for block in roles.blocks:
         x = finish_block(block, x, attend(block, x))
-    return Trunk(tuple(keys), tuple(values), roles.finish(x))
+    trunk_type = Trunk if pool is None else PooledTrunk
+    return trunk_type(tuple(keys), tuple(values), roles.finish(x))

@@ -12,8 +12,8 @@ from vit_memory.data.decoding import Encoded, decode
 from vit_memory.data.transforms import Evaluation, Training, normalised, resize
 from vit_memory.errors import DataError
 from vit_memory.families.bundled import PREPROCESSING
-from vit_memory.families.roles import Preprocessing
 from vit_memory.families.transformers_layout import read_preprocessing
+from vit_memory.preprocessing import Preprocessing
 
 SIZES = [(300, 500), (257, 255), (64, 64), (480, 333), (1000, 200), (31, 47)]  # (width, height): odd halves, upscaling
 

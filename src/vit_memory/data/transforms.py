@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vit_memory.data.decoding import LARGEST_PIXELS
 from vit_memory.errors import DataError
-from vit_memory.families.roles import Interpolation, Preprocessing, Resampler
+from vit_memory.preprocessing import Interpolation, Preprocessing, Resampler
 
 Augment = Literal["inception", "randaugment", "pad-crop", "none"]
 _PILLOW = {

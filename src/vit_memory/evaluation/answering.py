@@ -18,7 +18,6 @@ from vit_memory.data.splits import Split
 from vit_memory.data.transforms import Evaluation
 from vit_memory.errors import BackboneMismatch, DataError, TaskError
 from vit_memory.evaluation.metrics import AnyScores, score_task
-from vit_memory.families.roles import Preprocessing
 from vit_memory.files.bundle import Bundle
 from vit_memory.files.collect import collect_tasks
 from vit_memory.files.container import read_container
@@ -26,6 +25,7 @@ from vit_memory.files.taskfile import backbone_file
 from vit_memory.model import MemoryViT
 from vit_memory.parallel import PieceThreads, pieces
 from vit_memory.predictions import Prediction, predictions
+from vit_memory.preprocessing import Preprocessing
 from vit_memory.standalone import StandaloneModel
 from vit_memory.task import COMPOSABLE, Task
 

@@ -13,7 +13,8 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from vit_memory.errors import UnsupportedFamily
-from vit_memory.families.roles import Preprocessing, Roles
+from vit_memory.families.roles import Roles
+from vit_memory.preprocessing import Preprocessing
 
 
 class Family(Protocol):

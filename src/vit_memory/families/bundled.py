@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit_memory.errors import BackboneError
-from vit_memory.families.roles import Block, Original, Preprocessing, Roles
+from vit_memory.families.roles import Block, Roles
 from vit_memory.families.tiny import randomised
+from vit_memory.outputs import Original
+from vit_memory.preprocessing import Preprocessing
 
 WEIGHTS = "bundled.safetensors"
 PREPROCESSING = Preprocessing(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit_memory.families.roles import Original, Roles
+from vit_memory.families.roles import Roles
 from vit_memory.families.tiny import SIZES, randomised
 from vit_memory.families.transformers_layout import (
     AtLeastOnePatch,
@@ -18,6 +18,7 @@ from vit_memory.families.transformers_layout import (
     optional,
     pair,
 )
+from vit_memory.outputs import Original
 
 TOWER_LAYOUT = BlockLayout(
     norm1="layer_norm1",

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from vit_memory.families.roles import Finish, Original
+from vit_memory.families.roles import Finish
 from vit_memory.families.tiny import SIZES, randomised
 from vit_memory.families.transformers_layout import PlainViT, optional
+from vit_memory.outputs import Original
 
 
 @dataclass(frozen=True, slots=True, eq=False)

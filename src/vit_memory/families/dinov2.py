@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit_memory.families.roles import Original, Roles
+from vit_memory.families.roles import Roles
 from vit_memory.families.tiny import SIZES, randomised
 from vit_memory.families.transformers_layout import (
     AtLeastOnePatch,
@@ -18,6 +18,7 @@ from vit_memory.families.transformers_layout import (
     optional,
     pair,
 )
+from vit_memory.outputs import Original
 
 _LAYOUT = BlockLayout(norm1="norm1", norm2="norm2", scale1="layer_scale1", scale2="layer_scale2")
 

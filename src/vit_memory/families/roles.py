@@ -7,46 +7,14 @@ Shape letters: B batch, N original tokens, D width, H heads, A = H x head size, 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 
-Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
-Resampler = Literal["torch", "torch-float", "pillow"]
+from vit_memory.outputs import Original
+
 Rotation = tuple[Tensor, Tensor]  # cosines and sines of the patches' rotary positions
-
-
-@dataclass(frozen=True, slots=True)
-class Preprocessing:
-    """How the backbone wants its images: resize, crop the centre, scale to 0..1, normalise per RGB channel."""
-
-    resize: int | tuple[int, int] | None  # shorter side, or exact (height, width); None leaves the size alone
-    crop: tuple[int, int] | None  # (height, width) cut from the centre after resizing
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    interpolation: Interpolation
-    # Whose arithmetic resizes: torch's on 8-bit pixels (transformers), torch's on pixels already scaled to 0..1
-    # (DINOv3's processor), or Pillow's (timm). They differ by up to two levels of 255 in a few pixels.
-    resampler: Resampler = "torch"
-
-    def at(self, size: int | tuple[int, int]) -> "Preprocessing":
-        """The same way to another image size: the resize keeps its proportion to the crop."""
-        height, width = (size, size) if isinstance(size, int) else size
-        if self.crop is None or self.resize is None or isinstance(self.resize, tuple):
-            return replace(self, resize=(height, width), crop=None)
-        shorter = round(self.resize * min(height, width) / min(self.crop))
-        return replace(self, resize=max(shorter, height, width), crop=(height, width))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Original:
-    """What the backbone itself says, as its library's own forward says it."""
-
-    tokens: Tensor  # (B, N, D), the library's last hidden state
-    feature: Tensor  # (B, D), what a `head` task reads: the class token's (or the pooled) final output
-    pooled: Tensor | None = None  # the library's pooler or projection output, where the model has one
-    logits: Tensor | None = None  # (B, classes), where the model has a head
 
 
 class Attend(Protocol):

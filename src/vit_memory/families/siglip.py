@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_memory.families.clip import TOWER_LAYOUT, VisionTower
-from vit_memory.families.roles import Original, Roles
+from vit_memory.families.roles import Roles
 from vit_memory.families.tiny import SIZES, randomised
 from vit_memory.families.transformers_layout import (
     AtLeastOnePatch,
@@ -17,6 +17,7 @@ from vit_memory.families.transformers_layout import (
     optional,
     pair,
 )
+from vit_memory.outputs import Original
 
 
 @dataclass(frozen=True, slots=True, eq=False)

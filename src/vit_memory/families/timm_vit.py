@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit_memory.errors import UnsupportedFamily
-from vit_memory.families.roles import Block, Original, Preprocessing, Roles
+from vit_memory.families.roles import Block, Roles
 from vit_memory.families.tiny import randomised
+from vit_memory.outputs import Original
+from vit_memory.preprocessing import Preprocessing
 
 
 @dataclass(frozen=True, slots=True, eq=False)

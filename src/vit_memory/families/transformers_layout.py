@@ -13,7 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from vit_memory.errors import UnsupportedFamily
-from vit_memory.families.roles import Block, Finish, Interpolation, Original, Preprocessing, Roles
+from vit_memory.families.roles import Block, Finish, Roles
+from vit_memory.outputs import Original
+from vit_memory.preprocessing import Interpolation, Preprocessing
 
 # Pillow's numbers, which image processors store.
 _INTERPOLATIONS: Mapping[int, Interpolation] = {

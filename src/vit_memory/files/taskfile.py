@@ -17,8 +17,8 @@ from torch import Tensor
 
 from vit_memory.backbone import BackboneIdentity
 from vit_memory.errors import DamagedFile, NewerFormat, TaskError
-from vit_memory.families.roles import Preprocessing
 from vit_memory.files.container import parse_json, read_container, write_container
+from vit_memory.preprocessing import Preprocessing
 from vit_memory.task import TargetScale, Task, TaskRecord
 
 FORMAT, VERSION = "vit-memory-task", 2

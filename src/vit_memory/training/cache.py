@@ -28,11 +28,12 @@ import torch
 from torch import Tensor
 
 from vit_memory.backbone import Backbone
+from vit_memory.buffers import ThreadBuffers
 from vit_memory.data.loading import Loader
 from vit_memory.data.transforms import Training, view_size
 from vit_memory.errors import TrainingError
-from vit_memory.families.roles import Original
 from vit_memory.files.atomic import write_atomic
+from vit_memory.outputs import Original
 from vit_memory.parallel import FEWEST, PieceThreads
 from vit_memory.training.locks import UseMark, exclusive, remove_stale_marks
 from vit_memory.training.space import free_memory, size
@@ -48,7 +49,7 @@ from vit_memory.training.stores import (
     default_folder,
     make_room,
 )
-from vit_memory.trunk import RoomPerThread, Trunk, run_trunk
+from vit_memory.trunk import PooledTrunk, run_trunk
 
 CacheMode = Literal["auto", "ram", "disk", "off"]
 CacheDtype = Literal["float16", "bfloat16", "float32"]
@@ -169,7 +170,7 @@ class Store:
         self.limit = cache.limit
         self.need = self.shape.bytes(self.rows, self.dtype)
         self._mark: UseMark | None = None
-        self._rooms = RoomPerThread()
+        self._buffers = ThreadBuffers()
         self._position = torch.zeros(len(loader.split), dtype=torch.long)
         self._position[self.places] = torch.arange(len(places))
 
@@ -312,7 +313,7 @@ class Store:
     def _put_piece(self, piece: tuple[Tensor, Tensor]) -> None:
         images, rows = piece
         backbone, largest = self.backbone, largest_kept(self.backbone.dtype, self.dtype)
-        trunk = run_trunk(backbone.roles, backbone.check_images(images.to(backbone.device)), room=self._rooms.room)
+        trunk = run_trunk(backbone.roles, backbone.check_images(images.to(backbone.device)), pool=self._buffers.pool)
         for i, block in enumerate(zip(trunk.keys, trunk.values, strict=True)):
             for j, kept in enumerate(block):
                 # Beyond a dtype's range there is only infinity, which would poison every reader. The cast comes
@@ -367,25 +368,25 @@ class Store:
         for row in rows.tolist():
             os.posix_fadvise(file.fileno(), row * length, length, os.POSIX_FADV_WILLNEED)
 
-    def trunk(self, rows: Tensor) -> Trunk:
-        """Rows as a trunk, cast and placed for the backbone; it holds until the next is made."""
+    def trunk(self, rows: Tensor) -> PooledTrunk:
+        """Rows as a trunk, cast and placed for the backbone."""
         device, dtype, shape = self.backbone.device, self.backbone.dtype, self.shape
         each = shape.row[2:]  # the keys, or values, of one block: a line of the table below
         keys, values = (
-            tuple(self._rooms.room.take((name, i), (len(rows), *each), dtype, device) for i in range(shape.blocks))
+            tuple(self._buffers.pool.get((name, i), (len(rows), *each), dtype, device) for i in range(shape.blocks))
             for name in ("keys", "values")
         )
         table = self._trunks.view(-1, math.prod(each))
         for part in parts(len(rows), _GATHERED):
             lines = rows[part] * (2 * shape.blocks)
-            gathered = self._rooms.room.take("gathered", (len(lines), table.shape[1]), table.dtype, table.device)
+            gathered = self._buffers.pool.get("gathered", (len(lines), table.shape[1]), table.dtype, table.device)
             for i in range(shape.blocks):
                 for j, kept in enumerate((keys, values)):
                     torch.index_select(table, 0, lines + (2 * i + j), out=gathered)
                     kept[i][part].copy_(gathered.view(-1, *each))
         feature = self._features[rows].to(device, dtype)
         nothing = feature.new_zeros(len(feature), 0, shape.width)  # of the output, only the feature is kept
-        return Trunk(keys, values, Original(nothing, feature))
+        return PooledTrunk(keys, values, Original(nothing, feature))
 
 
 def largest_kept(computed: torch.dtype, kept: torch.dtype) -> float:

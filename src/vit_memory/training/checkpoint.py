@@ -10,9 +10,9 @@ from torch import Tensor
 from vit_memory.backbone import Backbone
 from vit_memory.data.splits import Split
 from vit_memory.errors import DamagedFile, TrainingError
-from vit_memory.families.roles import Preprocessing
 from vit_memory.files.container import parse_json, read_container, write_container
 from vit_memory.files.taskfile import check_format
+from vit_memory.preprocessing import Preprocessing
 from vit_memory.training.sweep import Sweep
 
 FORMAT, VERSION = "vit-memory-checkpoint", 2

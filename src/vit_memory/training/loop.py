@@ -17,10 +17,10 @@ from vit_memory.data.loading import BadImages, Loader, OnBadImage, nothing_usabl
 from vit_memory.data.splits import Split, why_empty
 from vit_memory.data.transforms import Evaluation, Training
 from vit_memory.errors import TrainingError, TrainingStopped
-from vit_memory.families.roles import Preprocessing
 from vit_memory.graph import TaskGraph
 from vit_memory.model import check_trained_on
 from vit_memory.parallel import PieceThreads
+from vit_memory.preprocessing import Preprocessing
 from vit_memory.task import Task
 from vit_memory.training.cache import Cache
 from vit_memory.training.checkpoint import Standing, read_checkpoint, training_key, write_checkpoint

@@ -5,21 +5,22 @@ is computed without a graph, or taken from a store, and only class tokens carry 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vit_memory.backbone import Backbone
+from vit_memory.buffers import ThreadBuffers
 from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
-from vit_memory.reading import Memory, Readers, place_cells, project_cells, read, seat
+from vit_memory.reading import Memory, Readers, lay_out, place_cells, project_cells, read
 from vit_memory.task import COMPOSABLE
 from vit_memory.training.objective import Objective
 from vit_memory.training.products import Products
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.sweep import MemorySweep, Seen, Setting
-from vit_memory.trunk import RoomPerThread, Trunk, run_trunk
+from vit_memory.trunk import Trunk, run_trunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,33 +46,22 @@ class MaskedSweep(MemorySweep):
         _check(settings, parents)
         self.parents = parents
         self._ready: _Prepared | None = None
-        self._rooms = RoomPerThread()
-        self._seat()
+        self._buffers = ThreadBuffers()
+        self._lay_out()
 
-    def _seat(self) -> None:
-        """Seat the settings with a token beside the parents they read, which are computed once and for all."""
+    def _lay_out(self) -> None:
+        """Lay out the settings with a token beside the parents they read, which are computed once and for all."""
         roles, device = self.backbone.roles, self.backbone.device
         above = [self.parents[name] for name in self.parents if self.parents[name].class_token is not None]
         index = {task.name: len(self.reading) + i for i, task in enumerate(above)}
         ancestors = [list(index.values())] * len(self.reading)
         ancestors += [[index[a] for a in self.parents.ancestors(task.name) if a in index] for task in above]
         counts = [self.settings[i].task.cells for i in self.reading] + [task.cells for task in above]
-        seating = seat([str(i) for i in range(len(counts))], ancestors, counts)
-        order = [int(name) for name in seating.names]
+        layout = lay_out([str(i) for i in range(len(counts))], ancestors, counts)
+        order = [int(name) for name in layout.names]
         starts = [sum(counts[:i]) for i in range(len(counts))]
         rows = [row for i in order for row in range(starts[i], starts[i] + counts[i])]
-        self._seating = replace(
-            seating,
-            groups=tuple(
-                replace(
-                    group,
-                    ancestors=group.ancestors.to(device),
-                    cells=group.cells.to(device),
-                    readable=None if group.readable is None else group.readable.to(device),
-                )
-                for group in seating.groups
-            ),
-        )
+        self._layout = layout.to(device)
         self._order = torch.tensor(order, dtype=torch.long, device=device)
         self._rows = torch.tensor(rows, dtype=torch.long, device=device)
         self._places = torch.tensor([order.index(i) for i in range(len(self.reading))], dtype=torch.long, device=device)
@@ -86,7 +76,7 @@ class MaskedSweep(MemorySweep):
 
     def look(self, images: Tensor) -> Trunk:
         """The trunk of some images, which holds until the next are looked at."""
-        return run_trunk(self.backbone.roles, images, keep=bool(self.reading), room=self._rooms.room)
+        return run_trunk(self.backbone.roles, images, keep=bool(self.reading), pool=self._buffers.pool)
 
     def logits(self, seen: Seen) -> Tensor:
         """Answers (T, B, C) of every setting to the images of a trunk, with a graph to what is trained."""
@@ -94,7 +84,7 @@ class MaskedSweep(MemorySweep):
         features = seen.original.feature.expand(len(self.settings), -1, -1)  # (T, B, D), what `head` settings read
         if self.reading:
             readers = self._prepared().readers
-            run = Products(self._rooms.room)
+            run = Products(self._buffers.pool)
             read_out = read(self.backbone.roles, readers, seen, run=run)[:, self._places]  # (B, R, D)
             if len(self.reading) == len(self.settings):
                 features = read_out.transpose(0, 1)
@@ -144,7 +134,7 @@ class MaskedSweep(MemorySweep):
             memory = tuple(
                 tuple(Memory(leaf(group.keys), leaf(group.values)) for group in block) for block in made.memory
             )
-            self._ready = _Prepared(Readers(made.seating, leaf(made.tokens), memory), tuple(pairs))
+            self._ready = _Prepared(Readers(made.layout, leaf(made.tokens), memory), tuple(pairs))
         return self._ready
 
     def _readers(self) -> Readers:
@@ -157,8 +147,8 @@ class MaskedSweep(MemorySweep):
                 torch.cat([table, *(theirs[i] for theirs in parents)]).index_select(0, self._rows)
                 for i, table in enumerate(own)
             )
-            memory.append(place_cells(self._seating, keys, values))
-        return Readers(self._seating, roles.pre_norm(tokens), tuple(memory))
+            memory.append(place_cells(self._layout, keys, values))
+        return Readers(self._layout, roles.pre_norm(tokens), tuple(memory))
 
 
 def _check(settings: Sequence[Setting], parents: TaskGraph) -> None:

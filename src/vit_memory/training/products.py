@@ -1,21 +1,22 @@
 """Products with frozen weights, on the way of class tokens that are trained.
 
 What a class token leaves in a graph is mostly the results of such products. Left to autograd they are fresh memory in
-every chunk, whose pages cost more than what is written to them; here they lie in a room that is used again.
+every chunk, whose pages cost more than what is written to them; here they lie in buffers that are used again.
 """
 
 import torch
 from torch import Tensor, nn
 
-from vit_memory.trunk import Room, call
+from vit_memory.buffers import BufferPool
+from vit_memory.trunk import call
 
 
 class Products:
-    """How the tokens of one chunk pass modules. Its graph holds until the next chunk takes the same room."""
+    """How the tokens of one chunk pass modules. Its graph holds until the next chunk uses the same pool."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
-        self._made = 0
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+        self._count = 0
 
     def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
         """Apply a module to tokens (…, width)."""
@@ -28,23 +29,23 @@ class Products:
     @torch.no_grad()
     def _product(self, module: nn.Linear, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        made = self._room.take(("product", self._made), (len(rows), module.out_features), x.dtype, x.device)
-        self._made += 1
+        product = self._pool.get(("product", self._count), (len(rows), module.out_features), x.dtype, x.device)
+        self._count += 1
         bias: Tensor | None = module.bias
         if bias is None:
-            torch.mm(rows, module.weight.t(), out=made)
+            torch.mm(rows, module.weight.t(), out=product)
         else:
-            torch.addmm(bias, rows, module.weight.t(), out=made)
-        return made.view(*x.shape[:-1], -1)
+            torch.addmm(bias, rows, module.weight.t(), out=product)
+        return product.view(*x.shape[:-1], -1)
 
 
 class _Frozen(torch.autograd.Function):
-    """A product that was made already: only its gradient is left to do."""
+    """The gradient of a product that is already computed."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, made: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, x: Tensor, product: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(weight)
-        return made.view_as(made)  # a view, so that autograd notices where the room was used again too early
+        return product.view_as(product)  # a view: autograd notices if the buffer is overwritten too early
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from vit_memory.backbone import Backbone
 from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
-from vit_memory.reference import dense_pass
 from vit_memory.task import COMPOSABLE, Regime, Task
 from vit_memory.training.masked import MaskedSweep
 from vit_memory.training.objective import Objective
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.sweep import MemorySweep, Seen, Setting, Stack, Sweep
+from vit_memory.trunk import run_originals
+from vit_memory.unmasked import run_unmasked
 
 Build = Callable[[Backbone, Sequence[Setting], TaskGraph, Recipe, Objective | None], Sweep]
 
@@ -50,7 +51,7 @@ class UnmaskedSweep(MemorySweep):
         for at, setting in enumerate(self.settings):
             token = self.tokens.values[at : at + 1].to(dtype)
             cells = self.cells.values[:, self.cell_rows[at] : self.cell_rows[at + 1]].to(dtype)
-            _, read_out = dense_pass(self.backbone.roles, seen, token, cells, setting.task.regime)
+            _, read_out = run_unmasked(self.backbone.roles, seen, token, cells, setting.task.regime)
             features.append(read_out[:, 0])
         return self.answers(torch.stack(features))
 
@@ -89,10 +90,8 @@ class FullSweep(Sweep):
         assert isinstance(seen, Tensor)
         answers = []
         for i, roles in enumerate(self._roles):
-            no_token, no_cells = seen.new_zeros(0, roles.width), seen.new_zeros(len(roles.blocks), 0, roles.width)
-            original, _ = dense_pass(roles, seen, no_token, no_cells, "full")
             head, bias = self.stacks[f"{i}.head"].values, self.stacks[f"{i}.bias"].values
-            answers.append(F.linear(original.feature, head, bias))
+            answers.append(F.linear(run_originals(roles, seen).feature, head, bias))
         return torch.stack(answers)
 
     def tasks(self) -> list[Task]:
@@ -179,9 +178,7 @@ def _used(backbone: Backbone, model: nn.Module) -> Sequence[tuple[str, nn.Parame
     """The parameters that a class token's answer depends on: not the original head, nor a pooler."""
     roles = backbone.family.roles(model)
     image = torch.zeros(1, roles.channels, *roles.image_size, device=backbone.device)
-    empty = image.new_zeros(0, roles.width)
-    original, _ = dense_pass(roles, image, empty, empty.expand(len(roles.blocks), 0, -1), "full")
-    original.feature.sum().backward()
+    run_originals(roles, image).feature.sum().backward()
     used = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
     model.zero_grad(set_to_none=True)
     return used

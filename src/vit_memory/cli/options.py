@@ -1,0 +1,55 @@
+"""Options of a command as frozen values: typer sees every field as an option, the command receives the whole value.
+
+    @dataclass(frozen=True)
+    class Sizes:
+        batch: Annotated[int, typer.Option(help="Images per pass.")] = 64
+
+    @app.command()
+    @spread_options
+    def predict(path: Path, sizes: Sizes) -> None: ...  # vit-memory predict PATH --batch 64
+
+So an option is written once, where its value is defined, however many commands take it.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, get_type_hints
+
+
+def spread_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of its dataclass parameters in the place of these parameters."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            parameters += _options_of(groups[name])
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        values = {
+            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**values, **given)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _options_of(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(group)
+    ]
