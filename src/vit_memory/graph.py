@@ -42,11 +42,11 @@ class TaskGraph(Mapping[str, Task]):
             if absent:
                 raise GraphError(f"task {task.name!r} extends {_quoted(absent)}, not attached: add them together.")
             for parent, digest in task.parent_digests.items():
-                found = self._tasks[parent]
-                if not has_digest(found, digest):
+                attached = self._tasks[parent]
+                if not has_digest(attached, digest):
                     raise GraphError(
                         f"task {task.name!r} was trained on a task {parent!r} with digest {digest[:12]}…, but the one "
-                        f"here has {found.digest[:12]}…: another task of that name, or trained again since. "
+                        f"here has {attached.digest[:12]}…: another task of that name, or trained again since. "
                         f"Add the one it was trained on, train {task.name!r} again, or keep it as it is and pin it to "
                         f"this one: vit-memory task repin {task.name}.safetensors {parent}.safetensors"
                     )
@@ -85,14 +85,14 @@ class TaskGraph(Mapping[str, Task]):
 
     def ancestors(self, name: str) -> tuple[str, ...]:
         """Every task that `name` builds on, directly or not, parents before children."""
-        found: set[str] = set()
+        ancestors: set[str] = set()
         waiting = list(self[name].parents)
         while waiting:
             parent = waiting.pop()
-            if parent not in found:
-                found.add(parent)
+            if parent not in ancestors:
+                ancestors.add(parent)
                 waiting.extend(self._tasks[parent].parents)
-        return tuple(other for other in self._order if other in found) if found else ()
+        return tuple(other for other in self._order if other in ancestors) if ancestors else ()
 
     def with_ancestors(self, names: Sequence[str]) -> tuple[str, ...]:
         """The tasks that must be read to answer for `names`, each once."""

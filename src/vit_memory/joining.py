@@ -18,7 +18,7 @@ _REMEMBERED = 512  # shapes; a server sees a handful of batch sizes times the ta
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PassShape:
     """All that decides how a product is cut up."""
 
     batch: int
@@ -35,11 +35,11 @@ class JoinPlan:
     def __init__(self, roles: Roles) -> None:
         self._roles = roles
         self._structures: dict[nn.Module, str] = {m: _structure(m) for m, _ in _row_wise(roles)}
-        self._joined: dict[Shape, frozenset[nn.Module]] = {}
+        self._joined: dict[PassShape, frozenset[nn.Module]] = {}
 
     def joined(self, x: Tensor, originals: int, readers: int) -> frozenset[nn.Module]:
         """The modules that may take original and class tokens in one call, for tokens like x (B, N, D)."""
-        shape = Shape(x.shape[0], originals, readers, x.dtype, x.device, torch.get_num_threads())
+        shape = PassShape(x.shape[0], originals, readers, x.dtype, x.device, torch.get_num_threads())
         known = self._joined.get(shape)
         if known is None:
             known = self._prove(shape)
@@ -49,7 +49,7 @@ class JoinPlan:
         return known
 
     @torch.no_grad()
-    def _prove(self, shape: Shape) -> frozenset[nn.Module]:
+    def _prove(self, shape: PassShape) -> frozenset[nn.Module]:
         verdicts: dict[tuple[str, int], bool] = {}
         joined: set[nn.Module] = set()
         for module, width in _row_wise(self._roles):
@@ -61,7 +61,7 @@ class JoinPlan:
         return frozenset(joined)
 
 
-def same_bits_when_joined(module: nn.Module, width: int, shape: Shape) -> bool:
+def same_bits_when_joined(module: nn.Module, width: int, shape: PassShape) -> bool:
     """Whether original tokens (B, N, width) leave the module with the same bits when B·T further rows ride along."""
     probe = copy.deepcopy(module)
     generator = torch.Generator().manual_seed(0)

@@ -157,7 +157,7 @@ class Task:
     @property
     def digest(self) -> str:
         """A hash of all that decides its answers: labels, head, token, memory, parents, backbone. Not of its name."""
-        told: dict[str, Any] = {
+        described: dict[str, Any] = {
             "labels": self.labels,
             "kind": self.kind,
             "regime": self.regime,
@@ -166,10 +166,10 @@ class Task:
             "backbone": self.backbone.fingerprint,
         }
         if self.thresholds is not None:  # only where there are any: digests of other tasks stay what they were
-            told["thresholds"] = self.thresholds
+            described["thresholds"] = self.thresholds
         if self.target_scale is not None:
-            told["target_scale"] = [self.target_scale.mean, self.target_scale.std]
-        digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+            described["target_scale"] = [self.target_scale.mean, self.target_scale.std]
+        digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
         for tensor in (self.class_token, self.memory, self.head_weight, self.head_bias):
             if tensor is not None:
                 values = tensor.detach().to("cpu", torch.float32).contiguous()
