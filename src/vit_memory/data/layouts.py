@@ -228,7 +228,8 @@ def read_npz(path: Path, columns: Columns) -> Found:
         if f"x_{suffix}" in arrays:
             x, y = arrays[f"x_{suffix}"], arrays.get(f"y_{suffix}")
             if y is None or not x.ndim or y.shape[:1] != x.shape[:1] or y.ndim > 2 or y.dtype.kind not in _LABEL_TYPES:
-                shapes = f"x_{suffix} is {x.shape}, y_{suffix} is {None if y is None else (y.shape, str(y.dtype))}"
+                kept = "missing" if y is None else f"{y.shape} of {y.dtype}"
+                shapes = f"x_{suffix} is {x.shape}, y_{suffix} is {kept}"
                 raise DataError(f"{path}: {shapes}; expected a label, or a row of labels or values, per image.")
             widths.add(1 if y.ndim == 1 else y.shape[1])
             where, told = f"{path}:x_{suffix}", f"{path}: y_{suffix}"
