@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vit_memory.cli.progress import Meter, duration
+from vit_memory.cli.progress import TrainingProgress, duration
 
 if TYPE_CHECKING:
     from vit_memory.evaluation.demo import Demonstration
@@ -68,10 +68,10 @@ class _Told:
     """A meter per task, under its name."""
 
     def __init__(self) -> None:
-        self.name, self.meter = "", Meter()
+        self.name, self.meter = "", TrainingProgress()
 
     def __call__(self, name: str, progress: "Progress") -> None:
         if name != self.name:
-            self.name, self.meter = name, Meter()
+            self.name, self.meter = name, TrainingProgress()
             sys.stderr.write(f"{name}:\n")
         self.meter(progress)
