@@ -28,9 +28,9 @@ p { max-width: 44rem; } .soft { color: var(--soft); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; min-width: 34rem; }
 th, td { text-align: left; padding: .45rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 500; }
-td:nth-child(2) { min-width: 13rem; } td:nth-child(3) { white-space: nowrap; }
+td:nth-child(4) { min-width: 13rem; } td:nth-child(5) { white-space: nowrap; }
 td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.6rem, 1fr)); gap: .8rem; }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); gap: .8rem; }
 figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: .6rem; overflow: hidden; }
 figure img { width: 100%; display: block; aspect-ratio: 1; }
 figcaption { padding: .45rem .6rem .55rem; font-size: .86rem; line-height: 1.45; }
@@ -60,7 +60,7 @@ attached</div>
 </div>
 <h2>Test scores</h2>
 <div class="wide"><table>
-<tr><th>task</th><th>question</th><th>kind</th><th class="n">score</th><th class="n">linear head</th>
+<tr><th>task</th><th class="n">score</th><th class="n">linear head</th><th>question</th><th>kind</th>
 <th class="n">file</th><th class="n">training</th></tr>
 {rows}</table></div>
 <p class="soft">On {len(result.images.digit)} test images: accuracy for digit, mean average precision (mAP) for traits,
@@ -93,9 +93,9 @@ def _row(result: DemoResult, trained: TrainedTask) -> str:
     task = trained.demo_task
     extends = f" Extends <b>{task.extends}</b>." if task.extends else ""
     return (
-        f"<tr><td><b>{task.name}</b></td><td>{html.escape(task.question)}{extends}</td><td>{task.kind}</td>"
-        f'<td class="n">{score_text(result.scores[task.name])}</td>'
+        f'<tr><td><b>{task.name}</b></td><td class="n">{score_text(result.scores[task.name])}</td>'
         f'<td class="n">{score_text(result.linear_head_scores[task.name])}</td>'
+        f"<td>{html.escape(task.question)}{extends}</td><td>{task.kind}</td>"
         f'<td class="n">{trained.file_bytes / 1000:.0f} kB</td><td class="n">{trained.seconds:.0f} s</td></tr>\n'
     )
 
@@ -113,7 +113,7 @@ def _line(trained: TrainedTask, prediction: Prediction, result: DemoResult, i: i
     if isinstance(prediction, ValuesPrediction):
         values = ", ".join(f"{value:.1f}" for value in prediction.values.values())
         true_values = ", ".join(f"{value:.1f}" for value in target)
-        return f'{task.name}: <b>{values}</b> % <span class="soft">({true_values} %)</span>'
+        return f'{task.name}: <b>{values}</b> % <span class="soft">({true_values})</span>'
     if isinstance(prediction, LabelsPrediction):
         labels, truth = list(prediction.present), [task.labels[j] for j in np.flatnonzero(target)]
     else:
