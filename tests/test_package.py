@@ -71,7 +71,7 @@ def test_examples_in_docstrings_run(name):
     [
         (
             "vit_memory, vit_memory.cli",
-            ("torch", "numpy", "PIL", "transformers", "timm"),
+            ("torch", "numpy", "PIL", "transformers", "timm", "rich"),
         ),  # --help does not wait for torch
         ("vit_memory.model, vit_memory.reference, vit_memory.families.vit", ("transformers", "timm")),
     ],

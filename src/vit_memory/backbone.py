@@ -97,7 +97,7 @@ class Backbone(nn.Module):
         """Where a new task's class token starts: the original one with its position (D,), or zero without one."""
         return self.roles.first_class_token()
 
-    def check_images(self, images: Tensor, *, finite: bool = True) -> Tensor:
+    def check_images(self, images: Tensor) -> Tensor:
         """Images (B, C, height, width) in the backbone's dtype, or an ImageError that says what is wrong with them."""
         roles = self.roles
         expected = f"(B, {roles.channels}, height, width)"
@@ -119,7 +119,7 @@ class Backbone(nn.Module):
             raise ImageError(f"images of {shape[2]} × {shape[3]} pixels: {problem}.")
         if images.device != self.device:
             raise ImageError(f"images are on {images.device}, {self.name} is on {self.device}: move one of them.")
-        if finite and not torch.compiler.is_compiling() and not bool(images.sum().isfinite()):
+        if not torch.compiler.is_compiling() and not bool(images.sum().isfinite()):
             # The sum is the cheap question; half precision may overflow in it, so ask again before refusing.
             bad = (~images.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
             if bad:

@@ -3,13 +3,14 @@
 import csv
 import enum
 import json
-import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from vit_memory.cli.progress import show_log
+from vit_memory.cli.terminal import Bar, is_interactive
 
 if TYPE_CHECKING:
     from vit_memory.data.sources import Dataset
@@ -104,8 +105,13 @@ def looked_at(dataset: "Dataset", check: "Literal['decode', 'headers', 'none'] |
 
     if check is None:
         check = "decode" if sum(map(len, dataset.splits.values())) <= DECODED_AT_MOST else "headers"
-    progress = _progress if sys.stderr.isatty() else None
-    return summarise(dataset, check=check, workers=default_workers(), progress=progress)
+    with closing(Bar()) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.show(done, total, [f"checked {done}/{total} images"])
+
+        progress = show if is_interactive() else None
+        return summarise(dataset, check=check, workers=default_workers(), progress=progress)
 
 
 def page(summary: "Summary") -> str:
@@ -143,8 +149,3 @@ def _range(facts: "dict[str, float] | None") -> str:
 
 def _count(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"
-
-
-def _progress(seen: int, total: int) -> None:
-    sys.stderr.write(f"\rlooked at {seen} of {total} images" + ("\n" if seen == total else ""))
-    sys.stderr.flush()

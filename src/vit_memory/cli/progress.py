@@ -1,4 +1,4 @@
-"""How a long command shows where it is: a live line in a terminal, a line now and then elsewhere; how it is stopped."""
+"""Progress of a training on stderr, the log, and stopping with Ctrl-C."""
 
 import logging
 import os
@@ -10,67 +10,93 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from vit_memory.cli.terminal import Bar, LogHandler, is_interactive
+
 if TYPE_CHECKING:
     from vit_memory.training.loop import Progress
 
-_REDRAW_S = 0.2
 
+class TrainingProgress:
+    """Shows step, loss, validation score and rate: as a bar in a terminal, elsewhere as a line per evaluation.
 
-class Meter:
-    """Progress of a training on stderr: rate, what is left, loss and validation accuracy."""
+    Use it in `contextlib.closing`.
+    """
 
     def __init__(self) -> None:
-        self.live = sys.stderr.isatty()
-        self.stage = ""
-        self.began = (0.0, 0)
-        self.drawn = 0.0
-        self.score: float | None = None
+        self._bar = Bar() if is_interactive() else None
+        self._stage = ""
+        self._start_time, self._start_step = 0.0, 0
+        self._score: float | None = None  # the best setting's, of the last evaluation
 
     def __call__(self, progress: "Progress") -> None:
-        """Show it, if it is time to."""
-        now = time.perf_counter()
-        if progress.stage != self.stage:
-            self._end()
-            self.stage, self.began = progress.stage, (now, progress.step)
-        looked = progress.scores is not None
-        if looked:
-            living = [a for a in progress.scores or () if a == a]  # noqa: PLR0124 - NaN is not itself
-            self.score = max(living) if living else None
+        """Show the progress of one step."""
+        if progress.stage != self._stage:
+            self.close()
+            self._stage = progress.stage
+            self._start_time, self._start_step = time.perf_counter(), progress.step
+        if progress.scores is not None:
+            self._score = max(_without_nan(progress.scores), default=None)
         last = progress.step == progress.steps
-        if self.live and (last or now - self.drawn > _REDRAW_S):
-            sys.stderr.write(f"\r\x1b[K{self._line(progress, now)}")
-            sys.stderr.flush()
-            self.drawn = now
-        elif not self.live and (looked or (last and progress.stage == "storing")):
-            sys.stderr.write(self._line(progress, now) + "\n")
+        if self._bar is not None:
+            self._bar.show(progress.step, progress.steps, self._texts(progress))
+        elif progress.scores is not None or (last and progress.stage == "storing"):
+            sys.stderr.write(self._line(progress) + "\n")
         if last:
-            self._end()
+            self.close()
 
-    def _line(self, progress: "Progress", now: float) -> str:
-        since, first = self.began
-        done = progress.step - first
+    def close(self) -> None:
+        """End the bar; the next step starts another one."""
+        if self._bar is not None:
+            self._bar.close()
+        self._stage, self._score = "", None
+
+    def _texts(self, progress: "Progress") -> list[str]:
+        """Beside the bar, the most important first."""
+        unit, each_s = self._unit(progress), self._seconds_per_step(progress)
+        done = f"{progress.step}/{progress.steps}"
+        texts = [f"step {done}" if unit == "steps" else f"storing views {done}"]
+        if unit == "steps" and self._score is not None:
+            texts.append(f"val {progress.metric} {score_text(progress.metric, self._score)}")
+        if losses := _without_nan(progress.losses):
+            texts.append(f"loss {min(losses):.3f}")
+        if each_s and progress.step < progress.steps:
+            texts.append(f"{duration(each_s * (progress.steps - progress.step))} left")
+        if each_s:
+            texts.append(f"{1 / each_s:.1f} {unit}/s")
+        return texts
+
+    def _line(self, progress: "Progress") -> str:
+        unit, each_s = self._unit(progress), self._seconds_per_step(progress)
         rate = ""
-        if done > 0 and now > since:
-            each = (now - since) / done
-            left = duration(each * (progress.steps - progress.step))
-            unit = "steps" if progress.stage == "training" else "views"
-            rate = f"  {1 / each:.1f} {unit}/s" + (f", {left} left" if progress.step < progress.steps else "")
-        if progress.stage == "storing":
+        if each_s:
+            left = duration(each_s * (progress.steps - progress.step))
+            rate = f"  {1 / each_s:.1f} {unit}/s" + (f", {left} left" if progress.step < progress.steps else "")
+        if unit == "views":
             return f"storing views {progress.step} of {progress.steps}{rate}"
-        losses = [loss for loss in progress.losses if loss == loss]  # noqa: PLR0124 - NaN
+        losses = _without_nan(progress.losses)
         loss = f"  loss {min(losses):.3f}" if losses else ""
-        best = "" if self.score is None else f"  validation {progress.metric} {score_text(progress.metric, self.score)}"
-        return f"step {progress.step} of {progress.steps}{loss}{best}{rate}"
+        score = ""
+        if self._score is not None:
+            score = f"  validation {progress.metric} {score_text(progress.metric, self._score)}"
+        return f"step {progress.step} of {progress.steps}{loss}{score}{rate}"
 
-    def _end(self) -> None:
-        if self.live and self.stage:
-            sys.stderr.write("\n")
-        self.stage = ""
+    def _unit(self, progress: "Progress") -> str:
+        return "steps" if progress.stage == "training" else "views"
+
+    def _seconds_per_step(self, progress: "Progress") -> float | None:
+        done, seconds = progress.step - self._start_step, time.perf_counter() - self._start_time
+        return seconds / done if done > 0 and seconds > 0 else None
+
+
+def _without_nan(values: tuple[float, ...]) -> list[float]:
+    return [value for value in values if value == value]  # noqa: PLR0124 - NaN is not itself
 
 
 def show_log() -> None:
-    """Print what the library logs as plain lines on stderr; of several processes, the first one's only."""
-    handler = logging.StreamHandler() if os.environ.get("RANK", "0") == "0" else logging.NullHandler()
+    """Print what the library logs on stderr; of several processes, only the first one's."""
+    handler: logging.Handler = logging.NullHandler()
+    if os.environ.get("RANK", "0") == "0":
+        handler = LogHandler() if is_interactive() else logging.StreamHandler()
     logger = logging.getLogger("vit_memory")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
@@ -82,7 +108,7 @@ def score_text(metric: str, score: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """For a person."""
+    """Seconds for a person: 45 s, 3 min, 1.5 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -90,19 +116,20 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def stopping() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C or a polite kill asks to stop at the next step; a second one stops at once."""
-    asked = False
+    """Yields whether to stop: after Ctrl-C or SIGTERM, at the next step. A second one stops at once."""
+    requested = False
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
+    def request(number: int, frame: FrameType | None) -> None:
+        nonlocal requested
+        if requested:
             raise KeyboardInterrupt
-        asked = True
-        sys.stderr.write("\nstopping after this step; once more stops at once\n")
+        requested = True
+        # Past sys.stderr: a signal may arrive in the middle of a write to it, which cannot be entered twice.
+        os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: asked
+        yield lambda: requested
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

@@ -1,7 +1,7 @@
 """vit-memory train: a task from a folder of images."""
 
-import math
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,12 +21,11 @@ from vit_memory.cli.data import (
     looked_at,
     page,
 )
-from vit_memory.cli.progress import Meter, score_text, show_log, stopping
+from vit_memory.cli.progress import TrainingProgress, show_log, stopping
+from vit_memory.cli.settings import print_settings
 
 if TYPE_CHECKING:
     import torch
-
-    from vit_memory.training.loop import FitResult
 
 
 def _listed(read: Callable[[str], Any], expected: str) -> Callable[[str], str]:
@@ -201,7 +200,7 @@ def train(
     loaded = load_backbone(backbone, device=crew.device(device), dtype=_dtype(precision, device))
     folder = out or Path("runs") / name
     paths = extends or []
-    with stopping() as stop:
+    with stopping() as stop, closing(TrainingProgress()) as progress:
         try:
             result = train_run(
                 folder,
@@ -219,18 +218,19 @@ def train(
                 threads=threads,
                 on_bad_image=on_bad_image,  # type: ignore[arg-type]
                 resume=resume,
-                report=Meter() if crew.first else None,
+                report=progress if crew.first else None,
                 stop=stop,
                 crew=crew,
             )
         except TrainingStopped as stopped:
+            progress.close()
             again = "with --resume" if (folder / "checkpoint.safetensors").exists() else "again"
             if crew.first:
                 typer.echo(f"{stopped} Go on with the same command {again}.", err=True)
             raise typer.Exit(130) from None
     if not crew.first:
         return
-    typer.echo(table(result))
+    print_settings(result)
     file = folder / f"{name}.safetensors"
     typer.echo(f"\n{file}: {result.best.setting.name}, {file.stat().st_size / 1000:.0f} kB")
 
@@ -243,13 +243,3 @@ def _dtype(precision: str, device: str) -> "torch.dtype | None":
         precision = "bfloat16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "float32"
     dtype: torch.dtype = getattr(torch, precision)
     return dtype
-
-
-def table(result: "FitResult") -> str:
-    """Every setting, best first."""
-    metric = f"validation {result.metric}"
-    lines = [f"{'setting':44} {'parameters':>10} {metric:>22}"]
-    for r in sorted(result.settings, key=lambda r: -math.inf if r.score is None else r.score, reverse=True):
-        score = f"diverged at {r.stopped_at}" if r.score is None else score_text(result.metric, r.score)
-        lines.append(f"{r.setting.name:44} {r.task.parameters:10} {score:>22}")
-    return "\n".join(lines)

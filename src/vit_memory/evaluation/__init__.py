@@ -1,1 +1,1 @@
-"""Evidence: what is promised, measured."""
+"""Predictions and metrics of tasks on many images, and the checks of `vit-memory verify`."""

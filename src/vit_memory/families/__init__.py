@@ -61,5 +61,5 @@ def family_of(model: nn.Module) -> Family:
     cls = type(model)
     raise UnsupportedFamily(
         f"{cls.__module__}.{cls.__qualname__} is of no supported family. Supported: {known}. "
-        f"A family is one file: see CONTRIBUTING.md, 'A new family'."
+        f"A family is one file: see CONTRIBUTING.md, 'Where to add something'."
     )

@@ -1,7 +1,7 @@
 """transformers' CLIP vision tower: a norm before the first block, the last norm on the class token alone."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from vit_memory.families.roles import Roles
 from vit_memory.families.tiny import SIZES, randomised
 from vit_memory.families.transformers_layout import (
-    AtLeastOnePatch,
     BlockLayout,
     TransformersFamily,
     find,
@@ -20,7 +19,7 @@ from vit_memory.families.transformers_layout import (
 )
 from vit_memory.outputs import Original
 
-TOWER_LAYOUT = BlockLayout(
+_LAYOUT = BlockLayout(
     norm1="layer_norm1",
     norm2="layer_norm2",
     attention="self_attn",
@@ -69,6 +68,9 @@ class VisionTower(TransformersFamily):
     """The vision half of a model of images and texts; a whole one is accepted and its text half ignored."""
 
     cores: tuple[str, ...] = ("vision_model", "vision_model.vision_model")
+    layout: BlockLayout = _LAYOUT
+    layers: str = "encoder.layers"
+    norm: str = "post_layernorm"
 
     def accepts(self, model: nn.Module) -> bool:
         """By class; a text tower is none."""
@@ -88,24 +90,13 @@ class CLIPVision(VisionTower):
     def roles(self, model: nn.Module) -> Roles:
         """Where the parts are."""
         core = self.core(model)
-        config: Any = core.config
         embeddings: Any = core.embeddings
-        image_size, patch_size = pair(config.image_size), pair(config.patch_size)
-        pre_norm, norm = find(core, "pre_layrnorm"), find(core, "post_layernorm")
-        return Roles(
-            width=config.hidden_size,
-            heads=config.num_attention_heads,
-            channels=config.num_channels,
-            patch_size=patch_size,
-            image_size=image_size,
+        pre_norm, norm = find(core, "pre_layrnorm"), find(core, self.norm)
+        roles = self.roles_of(
+            core,
             prefix=("class",),
-            embed=EmbedThenNorm(embeddings, pre_norm, image_size),
-            pre_norm=pre_norm,
-            blocks=tuple(TOWER_LAYOUT.block(layer) for layer in find(core, "encoder.layers")),
-            rotate=None,
-            final_norm=norm,
+            embed=EmbedThenNorm(embeddings, pre_norm, pair(core.config.image_size)),
             finish=TowerEnding(norm, optional(model, "visual_projection"), optional(model, "classifier")),
-            check_size=AtLeastOnePatch(patch_size),
             stem={
                 "patches": embeddings.patch_embedding,
                 "class": embeddings.class_embedding,
@@ -115,6 +106,7 @@ class CLIPVision(VisionTower):
             class_token=embeddings.class_embedding,
             class_position=embeddings.position_embedding.weight[0],
         )
+        return replace(roles, pre_norm=pre_norm)
 
     def tiny_models(self) -> Mapping[str, Callable[[], nn.Module]]:
         """Small random models."""

@@ -10,13 +10,11 @@ from torch import Tensor, nn
 from vit_memory.families.roles import Roles
 from vit_memory.families.tiny import SIZES, randomised
 from vit_memory.families.transformers_layout import (
-    AtLeastOnePatch,
     BlockLayout,
     TransformersFamily,
     fields_of,
     find,
     optional,
-    pair,
 )
 from vit_memory.outputs import Original
 
@@ -59,25 +57,14 @@ class DINOv2(TransformersFamily):
     def roles(self, model: nn.Module) -> Roles:
         """Where the parts are."""
         core = self.core(model)
-        config: Any = core.config
         embeddings: Any = core.embeddings
         registers = optional(embeddings, "register_tokens")
         prefix = ("class", *("register",) * (0 if registers is None else registers.shape[1]))
-        norm = find(core, "layernorm")
-        return Roles(
-            width=config.hidden_size,
-            heads=config.num_attention_heads,
-            channels=config.num_channels,
-            patch_size=pair(config.patch_size),
-            image_size=pair(config.image_size),
+        return self.roles_of(
+            core,
             prefix=prefix,
             embed=Embeddings(embeddings),
-            pre_norm=nn.Identity(),
-            blocks=tuple(_LAYOUT.block(layer) for layer in find(core, "encoder.layer|layers")),
-            rotate=None,
-            final_norm=norm,
-            finish=ClassAndPatches(norm, optional(model, "classifier"), len(prefix)),
-            check_size=AtLeastOnePatch(pair(config.patch_size)),
+            finish=ClassAndPatches(find(core, self.norm), optional(model, "classifier"), len(prefix)),
             stem={
                 "patches": embeddings.patch_embeddings.projection,
                 "class": embeddings.cls_token,
@@ -113,4 +100,5 @@ class DINOv2(TransformersFamily):
         }
 
 
-FAMILY = DINOv2(name="dinov2", packages=("dinov2", "dinov2_with_registers"), cores=("dinov2", "dinov2_with_registers"))
+_PACKAGES = ("dinov2", "dinov2_with_registers")  # also the names under which models with a head keep the ViT
+FAMILY = DINOv2(name="dinov2", packages=_PACKAGES, cores=_PACKAGES, layout=_LAYOUT)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,13 +10,11 @@ from torch import Tensor, nn
 from vit_memory.families.roles import Roles, Rotation
 from vit_memory.families.tiny import SIZES, randomised
 from vit_memory.families.transformers_layout import (
-    AtLeastOnePatch,
     BlockLayout,
     NormThenHeads,
     TransformersFamily,
     fields_of,
     find,
-    pair,
 )
 
 _LAYOUT = BlockLayout(
@@ -70,32 +68,20 @@ class DINOv3(TransformersFamily):
     def roles(self, model: nn.Module) -> Roles:
         """Where the parts are."""
         core = self.core(model)
-        config: Any = core.config
         embeddings: Any = core.embeddings
-        norm = find(core, "norm")
-        patch_size = pair(config.patch_size)
-        return Roles(
-            width=config.hidden_size,
-            heads=config.num_attention_heads,
-            channels=config.num_channels,
-            patch_size=patch_size,
-            image_size=pair(config.image_size),
-            prefix=("class", *("register",) * config.num_register_tokens),
+        roles = self.roles_of(
+            core,
+            prefix=("class", *("register",) * core.config.num_register_tokens),
             embed=EmbedAndRotate(embeddings, find(core, "rope_embeddings")),
-            pre_norm=nn.Identity(),
-            blocks=tuple(_LAYOUT.block(layer) for layer in find(core, "model.layer|layer")),
-            rotate=RotatePatches(type(core).__module__),
-            final_norm=norm,
-            finish=NormThenHeads(norm, FirstToken(), None),
-            check_size=AtLeastOnePatch(patch_size),
+            finish=NormThenHeads(find(core, self.norm), FirstToken(), None),
             stem={
                 "patches": embeddings.patch_embeddings,
                 "class": embeddings.cls_token,
                 "extra": embeddings.register_tokens,
             },
             class_token=embeddings.cls_token,
-            class_position=None,
         )
+        return replace(roles, rotate=RotatePatches(type(core).__module__))
 
     def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:
         """The judge."""
@@ -113,4 +99,4 @@ class DINOv3(TransformersFamily):
         }
 
 
-FAMILY = DINOv3(name="dinov3-vit", packages=("dinov3_vit",))
+FAMILY = DINOv3(name="dinov3-vit", packages=("dinov3_vit",), layout=_LAYOUT, layers="model.layer|layer", norm="norm")

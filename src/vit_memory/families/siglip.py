@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit_memory.families.clip import TOWER_LAYOUT, VisionTower
+from vit_memory.families.clip import VisionTower
 from vit_memory.families.roles import Roles
 from vit_memory.families.tiny import SIZES, randomised
 from vit_memory.families.transformers_layout import (
-    AtLeastOnePatch,
     Interpolating,
     find,
     optional,
@@ -48,32 +47,19 @@ class SigLIPVision(VisionTower):
     def roles(self, model: nn.Module) -> Roles:
         """Where the parts are."""
         core = self.core(model)
-        config: Any = core.config
         embeddings: Any = core.embeddings
-        image_size, patch_size = pair(config.image_size), pair(config.patch_size)
-        norm, pooling = find(core, "post_layernorm"), optional(core, "head")
-        return Roles(
-            width=config.hidden_size,
-            heads=config.num_attention_heads,
-            channels=config.num_channels,
-            patch_size=patch_size,
-            image_size=image_size,
+        pooling = optional(core, "head")
+        return self.roles_of(
+            core,
             prefix=(),
-            embed=Interpolating(embeddings, image_size),
-            pre_norm=nn.Identity(),
-            blocks=tuple(TOWER_LAYOUT.block(layer) for layer in find(core, "encoder.layers")),
-            rotate=None,
-            final_norm=norm,
-            finish=PoolingEnding(norm, pooling, optional(model, "classifier")),
-            check_size=AtLeastOnePatch(patch_size),
-            # The pooling belongs to the fingerprint: a `head` task reads what it says.
+            embed=Interpolating(embeddings, pair(core.config.image_size)),
+            finish=PoolingEnding(find(core, self.norm), pooling, optional(model, "classifier")),
+            # The pooling belongs to the fingerprint: a `head` task reads its output.
             stem={
                 "patches": embeddings.patch_embedding,
                 "positions": embeddings.position_embedding,
                 "pooling": pooling,
             },
-            class_token=None,
-            class_position=None,
         )
 
     def tiny_models(self) -> Mapping[str, Callable[[], nn.Module]]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vit_memory.errors import UnsupportedFamily
-from vit_memory.families.roles import Block, Finish, Roles
+from vit_memory.families.roles import Block, Embed, Finish, Roles
 from vit_memory.outputs import Original
 from vit_memory.preprocessing import Interpolation, Preprocessing
 
@@ -217,6 +217,9 @@ class TransformersFamily:
     name: str
     packages: tuple[str, ...]  # under transformers.models
     cores: tuple[str, ...] = ()  # where a model with a head keeps the ViT
+    layout: BlockLayout = BlockLayout()
+    layers: str = "layers|encoder.layer"  # where the ViT keeps its blocks
+    norm: str = "layernorm"  # where it keeps its final norm
     library: str = "transformers"
 
     def accepts(self, model: nn.Module) -> bool:
@@ -227,6 +230,39 @@ class TransformersFamily:
     def core(self, model: nn.Module) -> Any:
         """The ViT of a model that may hold more."""
         return core_of(model, *self.cores)
+
+    def roles_of(
+        self,
+        core: Any,
+        *,
+        prefix: tuple[str, ...],
+        embed: Embed,
+        finish: Finish,
+        stem: Mapping[str, nn.Module | Tensor | None],
+        class_token: Tensor | None = None,
+        class_position: Tensor | None = None,
+    ) -> Roles:
+        """The roles of a ViT without a norm before its first block and without rotary positions."""
+        config = core.config
+        patch_size = pair(config.patch_size)
+        return Roles(
+            width=config.hidden_size,
+            heads=config.num_attention_heads,
+            channels=config.num_channels,
+            patch_size=patch_size,
+            image_size=pair(config.image_size),
+            prefix=prefix,
+            embed=embed,
+            pre_norm=nn.Identity(),
+            blocks=tuple(self.layout.block(layer) for layer in find(core, self.layers)),
+            rotate=None,
+            final_norm=find(core, self.norm),
+            finish=finish,
+            check_size=AtLeastOnePatch(patch_size),
+            stem=stem,
+            class_token=class_token,
+            class_position=class_position,
+        )
 
     def preprocessing(self, model: nn.Module) -> Preprocessing | None:
         """From the image processor stored beside the weights, where the model still knows where that is."""
@@ -284,30 +320,16 @@ class PlainViT(TransformersFamily):
 
     prefix: tuple[str, ...]
     tiny: Callable[[], Mapping[str, Callable[[], nn.Module]]]
-    layout: BlockLayout = BlockLayout()
 
     def roles(self, model: nn.Module) -> Roles:
         """Where the parts are."""
         core = self.core(model)
-        config: Any = core.config
         embeddings: Any = core.embeddings
-        image_size, patch_size = pair(config.image_size), pair(config.patch_size)
-        norm = find(core, "layernorm")
-        classifier = optional(model, "classifier")
-        return Roles(
-            width=config.hidden_size,
-            heads=config.num_attention_heads,
-            channels=config.num_channels,
-            patch_size=patch_size,
-            image_size=image_size,
+        return self.roles_of(
+            core,
             prefix=self.prefix,
-            embed=Interpolating(embeddings, image_size),
-            pre_norm=nn.Identity(),
-            blocks=tuple(self.layout.block(layer) for layer in find(core, "layers|encoder.layer")),
-            rotate=None,
-            final_norm=norm,
-            finish=self.finish(model, core, norm, classifier),
-            check_size=AtLeastOnePatch(patch_size),
+            embed=Interpolating(embeddings, pair(core.config.image_size)),
+            finish=self.finish(model, core, find(core, self.norm), optional(model, "classifier")),
             stem={
                 "patches": embeddings.patch_embeddings.projection,
                 "class": embeddings.cls_token,

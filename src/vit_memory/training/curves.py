@@ -1,14 +1,8 @@
-"""A training's curves, for eyes and for TensorBoard, from the lines of its log.
-
-Both are written here without their usual libraries: an event file is a few framed messages, and a chart of a few lines
-needs no more than Pillow. So every run has them, whatever is installed.
-"""
+"""A training's curves as a picture, from the lines of its log; Pillow is enough to draw them."""
 
 import io
-import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -69,60 +63,3 @@ def _chart(pen: ImageDraw.ImageDraw, left: int, title: str, lines: Mapping[str, 
 @cache
 def _font(points: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(points)
-
-
-def write_events(folder: Path, name: str, began: float, lines: Mapping[str, Iterable[tuple[int, float]]]) -> None:
-    """One TensorBoard event file of scalars, by tag. Written anew each time: a log is small."""
-    records = [_event(began, 0, b"\x1a" + _bytes(b"brain.Event:2"))]
-    for tag, points in lines.items():
-        for step, value in points:
-            scalar = b"\x0a" + _bytes(tag.encode()) + b"\x15" + struct.pack("<f", value)
-            records.append(_event(began, step, b"\x2a" + _bytes(b"\x0a" + _bytes(scalar))))
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / ".partial"
-    partial.write_bytes(b"".join(map(_framed, records)))
-    partial.replace(folder / f"events.out.tfevents.{int(began):010d}.{name}")
-
-
-def _event(time: float, step: int, what: bytes) -> bytes:
-    """Protocol buffer fields 1 (wall time), 2 (step), then the given one."""
-    return b"\x09" + struct.pack("<d", time) + (b"\x10" + _varint(step) if step else b"") + what
-
-
-def _bytes(content: bytes) -> bytes:
-    return _varint(len(content)) + content
-
-
-def _varint(number: int) -> bytes:
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
-
-
-def _framed(record: bytes) -> bytes:
-    """Length, its checksum, the record, its checksum."""
-    length = struct.pack("<Q", len(record))
-    return length + _masked_crc(length) + record + _masked_crc(record)
-
-
-def _masked_crc(content: bytes) -> bytes:
-    crc = 0xFFFFFFFF
-    for byte in content:
-        crc = _crc_table()[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-@cache
-def _crc_table() -> tuple[int, ...]:
-    """CRC-32C, Castagnoli's polynomial reflected."""
-    table = []
-    for byte in range(256):
-        crc = byte
-        for _ in range(8):
-            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
-        table.append(crc)
-    return tuple(table)

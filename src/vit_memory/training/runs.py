@@ -30,7 +30,8 @@ from vit_memory.files.container import write_container
 from vit_memory.task import Kind, Regime, Start, Task, new_task
 from vit_memory.training.cache import Cache
 from vit_memory.training.crew import Crew
-from vit_memory.training.curves import draw_curves, write_events
+from vit_memory.training.curves import draw_curves
+from vit_memory.training.events import write_events
 from vit_memory.training.loop import FitResult, Progress, SettingResult, fit, metric_key
 from vit_memory.training.recipe import Recipe
 
