@@ -488,7 +488,7 @@ def test_the_data_command_tells_what_is_worth_knowing(tmp_path):
     assert shown.exit_code == 0, shown.output
     assert "3 classes, folder" in shown.output
     assert "no test images" in shown.output
-    assert "3 images are in both train and validation" in shown.output
+    assert "3 duplicate images are in both train and validation" in shown.output
     told = json.loads(CliRunner().invoke(app, ["data", str(tmp_path / "d"), "--json", "--check", "none"]).output)
     assert told["splits"]["train"]["per_class"] == {"ant": 3, "bee": 10, "cow": 10}
     assert told["format"] == "vit-memory-data/1"
