@@ -119,7 +119,10 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "text.jpg": (lambda: b"this is not an image", "not an image of a known format"),
     "page.jpg": (lambda: b"<!doctype html><title>404</title>", "not an image of a known format"),
     "vector.png": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not an image of a known format"),
-    "postscript.jpg": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image of a known format"),
+    "postscript.jpg": (
+        lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        "not an image of a known format",
+    ),
     "header-only.png": (lambda: b"\x89PNG\r\n\x1a\n", "not an image of a known format"),
     "no-pixels.png": (lambda: png(0, 0), "not an image|claims 0"),
     "scrambled.jpg": (lambda: _JPEG[:-120] + bytes(255 - b for b in _JPEG[-120:]), "cannot be decoded"),

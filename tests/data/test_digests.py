@@ -42,7 +42,7 @@ def new_files(tmp_path, cache):
 @pytest.fixture
 def files(new_files, monkeypatch):
     """Twenty files that count as written long ago."""
-    monkeypatch.setattr(digests, "_SETTLED_NS", -(10**15))
+    monkeypatch.setattr(digests, "_MIN_AGE_NS", -(10**15))
     return new_files
 
 
@@ -191,7 +191,7 @@ def test_a_database_that_can_only_be_read_is_read(files, cache, read, monkeypatc
     read.clear()
     connect = sqlite3.connect
     monkeypatch.setattr(sqlite3, "connect", lambda path, **how: connect(f"file:{path}?mode=ro", uri=True, **how))
-    monkeypatch.setattr(digests, "_AT_ONCE", 7)
+    monkeypatch.setattr(digests, "_BATCH", 7)
     assert file_digests(files) == expected(files)
     assert read == []
 

@@ -86,7 +86,7 @@ def test_training_crops_are_those_of_torchvision_to_the_bit(interpolation):
     training = Training(facts, flip=False)
     pixels = pixels_of(photo(300, 200))
     for seed in range(20):
-        box = training._box(200, 300, np.random.default_rng(seed))
+        box = training._random_box(200, 300, np.random.default_rng(seed))
         mode = v2.InterpolationMode(interpolation)
         expected = v2.functional.resized_crop(
             pixels, box.top, box.left, box.height, box.width, [64, 64], mode, antialias=True
@@ -109,7 +109,7 @@ def test_pillow_and_torch_resize_to_the_same_statistics(interpolation):
 def test_inception_crops_are_drawn_as_torchvision_draws_them(area):
     transforms = pytest.importorskip("torchvision.transforms")
     training = Training(PREPROCESSING, area=area)
-    ours = [training._box(300, 400, np.random.default_rng(seed)) for seed in range(4000)]
+    ours = [training._random_box(300, 400, np.random.default_rng(seed)) for seed in range(4000)]
     ours = np.array([(box.top, box.left, box.height, box.width) for box in ours])
     image = torch.empty(3, 300, 400)
     with torch.random.fork_rng():
@@ -167,8 +167,7 @@ def test_decoding_smaller_gives_the_same_view_but_for_fine_grain():
     file = encoded(smooth, "JPEG", quality=95)
     training = Training(PREPROCESSING, area=(0.5, 1.0))
     for seed in range(6):
-        wants = training.wants(800, 1024, seed)
-        small = Encoded(file, "photo").decode(wants)
+        small = Encoded(file, "photo").decode(training.min_decode_size(800, 1024, seed))
         assert small.shape[1] < 800
         difference = training(small, seed, (800, 1024)).float() - training(decode(file, "photo"), seed).float()
         assert difference.abs().mean() < 5  # of 255: the box moves by up to half a decoded pixel
