@@ -1,4 +1,4 @@
-"""Evaluation is the library's own preprocessing; training views are the augmentations they are named after."""
+"""Evaluation equals the library's own preprocessing; training views equal torchvision's augmentations."""
 
 from dataclasses import replace
 
@@ -64,26 +64,26 @@ def test_evaluation_equals_the_image_processor_of_transformers(name, size, tmp_p
 def test_evaluation_equals_the_transform_of_timm(model, size):
     timm = pytest.importorskip("timm")
     pytest.importorskip("torchvision")
-    made = timm.create_model(model, depth=1, embed_dim=32, num_heads=2)
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(made), is_training=False)
-    evaluation = Evaluation(load_backbone(made).preprocessing)
+    timm_model = timm.create_model(model, depth=1, embed_dim=32, num_heads=2)
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(timm_model), is_training=False)
+    evaluation = Evaluation(load_backbone(timm_model).preprocessing)
     image = photo(*size)
     ours = evaluation.normalised(evaluation(pixels_of(image))[None])[0]
     torch.testing.assert_close(ours, transform(image), rtol=0, atol=1e-5)
 
 
 def test_another_image_size_keeps_the_proportion_of_resize_and_crop():
-    facts = Preprocessing(256, (224, 224), (0.5,) * 3, (0.5,) * 3, "bicubic")
-    assert facts.at(98) == replace(facts, resize=112, crop=(98, 98))
-    exact = replace(facts, resize=(224, 224), crop=None)
+    preprocessing = Preprocessing(256, (224, 224), (0.5,) * 3, (0.5,) * 3, "bicubic")
+    assert preprocessing.at(98) == replace(preprocessing, resize=112, crop=(98, 98))
+    exact = replace(preprocessing, resize=(224, 224), crop=None)
     assert exact.at(98) == replace(exact, resize=(98, 98))
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_training_crops_are_those_of_torchvision_to_the_bit(interpolation):
     v2 = pytest.importorskip("torchvision.transforms.v2")
-    facts = replace(PREPROCESSING, interpolation=interpolation)
-    training = Training(facts, flip=False)
+    preprocessing = replace(PREPROCESSING, interpolation=interpolation)
+    training = Training(preprocessing, flip=False)
     pixels = pixels_of(photo(300, 200))
     for seed in range(20):
         box = training._random_box(200, 300, np.random.default_rng(seed))
@@ -138,23 +138,23 @@ def test_a_view_is_decided_by_its_seed_alone():
         assert not torch.equal(training(pixels, 4), first)
         torch.set_rng_state(before)
         training(pixels, 5)
-        assert torch.equal(torch.get_rng_state(), before)  # and it leaves the caller's randomness alone
+        assert torch.equal(torch.get_rng_state(), before)  # the global generator is not used
         assert first.shape == (3, 64, 64)
         assert first.dtype == torch.uint8
 
 
-def test_views_without_augmentation_are_the_evaluation():
+def test_views_without_augmentation_equal_the_evaluation():
     pixels = pixels_of(photo(120, 90))
     none = Training(PREPROCESSING, augment="none")
     assert torch.equal(none(pixels, 7), Evaluation(PREPROCESSING)(pixels))
 
 
 def test_half_of_the_views_are_mirrored_and_pad_crops_shift_by_at_most_the_padding():
-    facts = replace(PREPROCESSING, resize=(32, 32), crop=None)
+    preprocessing = replace(PREPROCESSING, resize=(32, 32), crop=None)
     pixels = torch.zeros(3, 32, 32, dtype=torch.uint8)
     pixels[:, 16, 8] = 255  # one bright point
-    seen = [Training(facts, augment="pad-crop")(pixels, seed)[0].nonzero()[0].tolist() for seed in range(600)]
-    rows, columns = np.array(seen).T
+    points = [Training(preprocessing, augment="pad-crop")(pixels, seed)[0].nonzero()[0].tolist() for seed in range(600)]
+    rows, columns = np.array(points).T
     assert set(rows.tolist()) == set(range(12, 21))
     assert set(columns.tolist()) == set(range(4, 13)) | {31 - c for c in range(4, 13)}
     assert 0.42 < (columns > 15).mean() < 0.58
@@ -178,7 +178,7 @@ def test_normalising_bytes_is_normalising_their_share_of_255():
     torch.testing.assert_close(normalised(bytes_, PREPROCESSING), normalised(bytes_ / 255, PREPROCESSING))
 
 
-def test_a_transform_that_cannot_be_is_refused_when_it_is_made():
+def test_an_impossible_transform_is_refused_when_it_is_built():
     with pytest.raises(DataError, match="augment is 'mixup'; expected one of inception, randaugment, pad-crop, none"):
         Training(PREPROCESSING, augment="mixup")
     with pytest.raises(DataError, match="area is"):
