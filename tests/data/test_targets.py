@@ -36,7 +36,7 @@ def test_cells_that_are_neither_labels_nor_numbers_are_refused():
 
     with pytest.raises(DataError, match=r"t: row 0: a list contains 1.5; expected labels"):
         read([[1.5, 0.2]])
-    with pytest.raises(DataError, match="the columns a, b are empty"):
+    with pytest.raises(DataError, match="t: the columns a, b are empty"):
         read([("", None)], ("a", "b"))
     with pytest.raises(DataError, match="expected a number"):
         read([10**400], kind="regression")

@@ -9,7 +9,8 @@ from PIL import Image
 
 from vit_memory import load_backbone
 from vit_memory.data.decoding import Encoded, decode
-from vit_memory.data.transforms import Evaluation, Training, normalised, resize
+from vit_memory.data.resizing import resize
+from vit_memory.data.transforms import Evaluation, Training, normalised
 from vit_memory.errors import DataError
 from vit_memory.families.bundled import PREPROCESSING
 from vit_memory.families.transformers_layout import read_preprocessing

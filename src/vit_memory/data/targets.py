@@ -14,14 +14,19 @@ from typing import Any, Literal
 
 import numpy as np
 
+from vit_memory.data.label_cells import (
+    SEPARATOR,
+    is_blank,
+    parse_flag,
+    parse_float,
+    parse_number,
+    split_labels,
+    to_text,
+)
 from vit_memory.errors import DataError
 from vit_memory.task import Kind
 
 KindOption = Literal["auto", "single-label", "multi-label", "regression"]
-SEPARATOR = ";"  # between several labels in one cell of text
-_BLANK = frozenset({"", "nan", "na", "n/a", "null", "?"})
-_FLAGS = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0, "no": 0.0, "yes": 1.0, "0.0": 0.0, "1.0": 1.0}
-_LARGEST = 1e30  # predictions are float32
 _FEW_ROWS = 20  # with fewer rows, distinct whole numbers are read as class numbers
 
 
@@ -65,7 +70,7 @@ def read_targets(
     """
     reason = "set explicitly"
     if kind == "auto":
-        kind, reason = _detect_kind(splits, columns, classes)
+        kind, reason = _detect_kind(source, splits, columns, classes)
     known_labels = classes if labels is None else labels
     if kind == "single-label":
         return _single_label(source, splits, columns, known_labels, reason)
@@ -77,12 +82,12 @@ def read_targets(
 
 
 def _detect_kind(
-    splits: Mapping[str, RawLabels], columns: Sequence[str], classes: Sequence[str] | None
+    source: str, splits: Mapping[str, RawLabels], columns: Sequence[str], classes: Sequence[str] | None
 ) -> tuple[Kind, str]:
     """The kind that the labels suggest, and the reason."""
     cells = [cell for split in splits.values() for cell in split.values]
     if len(columns) > 1:
-        return _detect_kind_of_columns(cells, columns)
+        return _detect_kind_of_columns(source, cells, columns)
     (column,) = columns
     if any(isinstance(cell, list | tuple) for cell in cells):
         return "multi-label", f"the cells of {column!r} are lists"
@@ -96,12 +101,12 @@ def _detect_kind(
     return "single-label", "one label per image"
 
 
-def _detect_kind_of_columns(rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> tuple[Kind, str]:
-    cells = [cell for row in rows for cell in row if not _is_blank(cell)]
+def _detect_kind_of_columns(source: str, rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> tuple[Kind, str]:
+    cells = [cell for row in rows for cell in row if not is_blank(cell)]
     names = f"columns {_shown(columns, 3)}"
     if not cells:
-        raise DataError(f"the {names} are empty.")
-    if all(_flag(cell) is not None for cell in cells):
+        raise DataError(f"{source}: the {names} are empty.")
+    if all(parse_flag(cell) is not None for cell in cells):
         return "multi-label", f"the {names} contain 0 and 1"
     return "regression", f"the {names} contain numbers"
 
@@ -111,8 +116,8 @@ def _example_number(cells: Sequence[Any]) -> Any:
 
     Infinite numbers count too, so that they are refused as values instead of becoming labels.
     """
-    filled = [cell for cell in cells if not _is_blank(cell)]
-    numbers = [number for number in map(_parse_float, filled) if number is not None]
+    filled = [cell for cell in cells if not is_blank(cell)]
+    numbers = [number for number in map(parse_float, filled) if number is not None]
     if not filled or len(numbers) < len(filled):
         return None
     mostly_distinct = len(filled) >= _FEW_ROWS and len(set(numbers)) > len(numbers) / 2
@@ -130,7 +135,7 @@ def _single_label(
     names: dict[str, list[str]] = {}
     faults = []
     for split, raw in splits.items():
-        names[split] = [_text(cell) for cell in raw.values]
+        names[split] = [to_text(cell) for cell in raw.values]
         faults += [f"{raw.row_name(i)}: no {columns[0]}" for i, name in enumerate(names[split]) if not name]
     _refuse(source, faults)
     if classes is None:
@@ -145,7 +150,7 @@ def _single_label(
 def _multi_label_columns(source: str, splits: Mapping[str, RawLabels], columns: Sequence[str], reason: str) -> Targets:
     """One column of 0 and 1 per label."""
     faults: list[str] = []
-    values = {split: _parse_cells(raw, columns, _flag, "0 or 1", faults) for split, raw in splits.items()}
+    values = {split: _parse_cells(raw, columns, parse_flag, "0 or 1", faults) for split, raw in splits.items()}
     _refuse(source, faults)
     return Targets("multi-label", reason, tuple(columns), {name: v.astype(np.float32) for name, v in values.items()})
 
@@ -155,7 +160,7 @@ def _multi_label_lists(
 ) -> Targets:
     """One column with a list of labels per image."""
     lists = {
-        split: [_split_labels(cell, f"{source}: {raw.row_name(i)}") for i, cell in enumerate(raw.values)]
+        split: [split_labels(cell, f"{source}: {raw.row_name(i)}") for i, cell in enumerate(raw.values)]
         for split, raw in splits.items()
     }
     if known_labels is None:
@@ -182,7 +187,7 @@ def _one_hot(rows: Sequence[Sequence[str] | None], labels: Sequence[str]) -> np.
 
 def _regression(source: str, splits: Mapping[str, RawLabels], columns: Sequence[str], reason: str) -> Targets:
     faults: list[str] = []
-    values = {split: _parse_cells(raw, columns, _number, "a number", faults) for split, raw in splits.items()}
+    values = {split: _parse_cells(raw, columns, parse_number, "a number", faults) for split, raw in splits.items()}
     _refuse(source, faults)
     return Targets("regression", reason, tuple(columns), values)
 
@@ -194,7 +199,7 @@ def _parse_cells(
     values = np.full((len(raw), len(columns)), math.nan)
     for i, row in enumerate(raw.values):
         for j, cell in enumerate(row if len(columns) > 1 else (row,)):
-            if _is_blank(cell):
+            if is_blank(cell):
                 continue
             number = parse(cell)
             if number is None:
@@ -202,47 +207,6 @@ def _parse_cells(
             else:
                 values[i, j] = number
     return values
-
-
-def _is_blank(cell: Any) -> bool:
-    if isinstance(cell, str):
-        return cell.strip().lower() in _BLANK
-    return cell is None or (isinstance(cell, float) and math.isnan(cell))
-
-
-def _number(cell: Any) -> float | None:
-    number = _parse_float(cell)
-    return number if number is not None and abs(number) <= _LARGEST else None  # neither NaN nor infinite
-
-
-def _parse_float(cell: Any) -> float | None:
-    try:
-        return float(cell)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def _flag(cell: Any) -> float | None:
-    return _FLAGS.get(str(cell).strip().lower())
-
-
-def _text(cell: Any) -> str:
-    return "" if cell is None or (isinstance(cell, float) and math.isnan(cell)) else str(cell).strip()
-
-
-def _split_labels(cell: Any, where: str) -> list[str] | None:
-    """The labels of one cell: an empty list for an empty list or a lone separator; None if they are not known."""
-    if isinstance(cell, list | tuple):
-        wrong = next((element for element in cell if isinstance(element, float | list | tuple | dict)), None)
-        if wrong is not None:
-            raise DataError(
-                f"{where}: a list contains {wrong!r}; expected labels. Put numbers into one column per value."
-            )
-        return [name for name in map(_text, cell) if name]
-    text = _text(cell)
-    if not text:
-        return None
-    return [name for name in (element.strip() for element in text.split(SEPARATOR)) if name]
 
 
 def _refuse(source: str, faults: Sequence[str]) -> None:

@@ -1,8 +1,7 @@
 """Image transforms: the backbone's own preprocessing for evaluation, augmentations for training.
 
-Both return 8-bit pixels in the backbone's input size where that loses nothing, and `normalised` turns them into the
-backbone's input. Resizing uses torch's 8-bit kernel, as torchvision's transforms do, and Pillow's for backbones whose
-library uses Pillow.
+Both return 8-bit pixels in the backbone's input size if that loses nothing, and `normalised` turns them into the
+backbone's input.
 
 All randomness comes from a seed per image, so the same seed gives the same view in any worker and any order.
 """
@@ -16,22 +15,14 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from vit_memory.data.decoding import LARGEST_PIXELS
+from vit_memory.data.resizing import centre_crop, resize, resized_size
 from vit_memory.errors import DataError
-from vit_memory.preprocessing import Interpolation, Preprocessing, Resampler
+from vit_memory.preprocessing import Preprocessing, Resampler
 
 Augment = Literal["inception", "randaugment", "pad-crop", "none"]
-_PILLOW = {
-    "nearest": Image.Resampling.NEAREST,
-    "box": Image.Resampling.BOX,
-    "bilinear": Image.Resampling.BILINEAR,
-    "hamming": Image.Resampling.HAMMING,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +45,7 @@ class Evaluation:
         """Pixels (3, H, W) uint8 to (3, h, w): uint8, or float32 in 0..1 if the library resizes after scaling."""
         preprocessing = self.preprocessing
         if preprocessing.resize is not None:
-            size = _resized_size(preprocessing.resize, *pixels.shape[-2:])
+            size = resized_size(preprocessing.resize, *pixels.shape[-2:])
             if size[0] * size[1] > LARGEST_PIXELS:
                 shape = f"{pixels.shape[-2]} × {pixels.shape[-1]}"
                 raise DataError(
@@ -64,7 +55,7 @@ class Evaluation:
         elif preprocessing.resampler == "torch-float":
             pixels = pixels / 255
         if preprocessing.crop is not None:
-            pixels = _centre_crop(pixels, preprocessing.crop, to_nearest=preprocessing.resampler == "pillow")
+            pixels = centre_crop(pixels, preprocessing.crop, to_nearest=preprocessing.resampler == "pillow")
         return pixels.contiguous()
 
     def normalised(self, batch: Tensor) -> Tensor:
@@ -194,51 +185,6 @@ def normalised(batch: Tensor, preprocessing: Preprocessing) -> Tensor:
         result[i] *= scale
         result[i] += shift
     return torch.from_numpy(result)
-
-
-def resize(
-    pixels: Tensor, size: tuple[int, int], interpolation: Interpolation, resampler: Resampler = "torch"
-) -> Tensor:
-    """Pixels (3, H, W) uint8 to (3, *size), antialiased; uint8, or float32 in 0..1 for `torch-float`."""
-    if resampler == "torch-float":
-        pixels = pixels / 255
-    if tuple(pixels.shape[-2:]) == size:
-        return pixels
-    if resampler == "pillow" or interpolation in ("lanczos", "box", "hamming"):  # torch has no such kernels
-        image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-        return torch.from_numpy(np.array(image.resize(size[::-1], _PILLOW[interpolation]))).permute(2, 0, 1)
-    smooth = interpolation != "nearest"
-    # A grey image is one plane expanded to three: resize only one.
-    grey = pixels.stride(0) == 0
-    planes = pixels[:1] if grey else pixels
-    resized = F.interpolate(planes[None], size, mode=interpolation, antialias=smooth)[0]
-    if resized.is_floating_point():
-        resized = resized.clamp_(0, 1) if resampler != "torch-float" else resized
-    return resized.expand(3, -1, -1) if grey else resized
-
-
-def _resized_size(target: int | tuple[int, int], height: int, width: int) -> tuple[int, int]:
-    """(height, width) after resizing to an exact size, or the shorter side to a length."""
-    if isinstance(target, tuple):
-        return target
-    if height <= width:
-        return target, int(target * width / height)
-    return int(target * height / width), target
-
-
-def _centre_crop(pixels: Tensor, size: tuple[int, int], *, to_nearest: bool) -> Tensor:
-    """The centre of the given size, padded with black if the image is smaller.
-
-    Libraries differ in half pixels: transformers rounds down, torchvision and timm round half to even.
-    """
-    height, width = pixels.shape[-2:]
-    down, across = max(0, size[0] - height), max(0, size[1] - width)
-    if down or across:
-        pixels = F.pad(pixels, (across // 2, (across + 1) // 2, down // 2, (down + 1) // 2))
-        height, width = pixels.shape[-2:]
-    to_int: Callable[[float], int] = round if to_nearest else int
-    top, left = to_int((height - size[0]) / 2), to_int((width - size[1]) / 2)
-    return pixels[:, top : top + size[0], left : left + size[1]]
 
 
 def _scale_box(box: Box, y_scale: float, x_scale: float, height: int, width: int) -> Box:
