@@ -451,7 +451,7 @@ def test_numbers_per_image_are_answered_in_their_units_beside_other_kinds(place,
     parent = tmp_path / "tint/tint.safetensors"
     out = ("--out", tmp_path / "run")
     said = command(place, "train", data, "--name", "level", *out, "--extends", parent, *QUICK, *columns)
-    assert "kind: regression (the columns level, double hold numbers)" in said.output
+    assert "kind: regression (the columns level, double contain numbers)" in said.output
     file = tmp_path / "run/level.safetensors"
     assert Task.load(file).target_scale is not None
     folder = tmp_path / "zoo"
@@ -510,7 +510,7 @@ def test_kinds_are_told_by_the_cells_and_can_be_said(place, tmp_path):
     said = json.loads(command(place, "data", table, "--kind", "regression", "--json").stdout)
     assert sum(split["unknown"] for split in said["splits"].values()) == 10
     wrong = CliRunner().invoke(app, ["data", str(place / "cells.csv"), "--kind", "regression"])
-    assert "cells cannot be used. line 2: label is" in str(wrong.exception)
+    assert "label cells cannot be used. line 2: label is" in str(wrong.exception)
 
 
 def test_the_papers_recipe_and_randaugment_can_be_asked_for(place, tmp_path):

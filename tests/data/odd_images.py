@@ -1,4 +1,4 @@
-"""Images of every odd, broken and hostile kind, as bytes, with what should become of them."""
+"""Unusual, broken and hostile images as bytes, with the expected result."""
 
 import io
 import struct
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image
 
-# Left half red, right half blue; the top left quarter green. Turned or mirrored, it is another picture.
+# Left half red, right half blue; the top left quarter green. Rotated or mirrored, it is another picture.
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
 
@@ -20,14 +20,14 @@ def scene(width: int = 64, height: int = 48) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+def encoded(image: Image.Image, file_format: str, **options: object) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
+    image.save(buffer, file_format, **options)
     return buffer.getvalue()
 
 
-def _turned() -> bytes:
-    """A camera held on its side: the stored picture is turned, and EXIF says how to turn it back."""
+def _rotated() -> bytes:
+    """A rotated photo with the EXIF orientation that undoes the rotation."""
     exif = Image.Exif()
     exif[0x0112] = 6
     return encoded(scene().transpose(Image.Transpose.ROTATE_90), "JPEG", quality=95, subsampling=0, exif=exif)
@@ -42,13 +42,13 @@ def _float_tiff() -> bytes:
     return encoded(Image.fromarray(np.asarray(scene().convert("L")).astype(np.float32) / 255), "TIFF")
 
 
-def _see_through() -> bytes:
+def _transparent() -> bytes:
     image = scene().convert("RGBA")
     image.putalpha(Image.fromarray(np.where(np.arange(64)[None] < 32, 255, 0).repeat(48, 0).astype(np.uint8)))
     return encoded(image, "PNG")
 
 
-def _palette_see_through() -> bytes:
+def _palette_transparent() -> bytes:
     image = scene().convert("P", palette=Image.Palette.ADAPTIVE, colors=4)
     return encoded(image, "PNG", transparency=image.getpixel((63, 47)))
 
@@ -57,8 +57,8 @@ def _animation() -> bytes:
     return encoded(scene(), "GIF", save_all=True, append_images=[scene().transpose(Image.Transpose.ROTATE_180)])
 
 
-def chunk(kind: bytes, body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+def chunk(name: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
 
 
 def png(width: int, height: int, *chunks: bytes) -> bytes:
@@ -88,11 +88,11 @@ def _damaged_exif() -> bytes:
 
 _JPEG = encoded(scene(), "JPEG", quality=95, subsampling=0)
 
-# Shown as `scene` is, whatever they are: name -> bytes. Grey ones lose their colours.
+# Viewers show all of these as `scene`; grey ones without its colours: name -> bytes.
 GOOD: dict[str, Callable[[], bytes]] = {
     "plain.jpg": lambda: _JPEG,
     "progressive.jpg": lambda: encoded(scene(), "JPEG", quality=95, subsampling=0, progressive=True),
-    "turned-by-exif.jpg": _turned,
+    "rotated-by-exif.jpg": _rotated,
     "cmyk.jpg": lambda: encoded(scene().convert("CMYK"), "JPEG", quality=95, subsampling=0),
     "damaged-exif.jpg": _damaged_exif,
     "png-called.jpg": lambda: encoded(scene(), "PNG"),
@@ -109,9 +109,9 @@ GREY: dict[str, Callable[[], bytes]] = {
     "16-bit.png": _grey16,
     "float.tiff": _float_tiff,
 }
-SEE_THROUGH: dict[str, Callable[[], bytes]] = {"alpha.png": _see_through, "palette-alpha.png": _palette_see_through}
+TRANSPARENT: dict[str, Callable[[], bytes]] = {"alpha.png": _transparent, "palette-alpha.png": _palette_transparent}
 
-# Refused: name -> bytes and what the reason says.
+# Refused: name -> bytes and the expected reason.
 BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty.jpg": (lambda: b"", "empty"),
     "cut-off.jpg": (lambda: _JPEG[:-40], "cannot be decoded"),
@@ -119,7 +119,10 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "text.jpg": (lambda: b"this is not an image", "not an image of a known format"),
     "page.jpg": (lambda: b"<!doctype html><title>404</title>", "not an image of a known format"),
     "vector.png": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not an image of a known format"),
-    "postscript.jpg": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image of a known format"),
+    "postscript.jpg": (
+        lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        "not an image of a known format",
+    ),
     "header-only.png": (lambda: b"\x89PNG\r\n\x1a\n", "not an image of a known format"),
     "no-pixels.png": (lambda: png(0, 0), "not an image|claims 0"),
     "scrambled.jpg": (lambda: _JPEG[:-120] + bytes(255 - b for b in _JPEG[-120:]), "cannot be decoded"),

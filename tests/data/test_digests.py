@@ -1,4 +1,4 @@
-"""Images are told apart by every byte of them; what is remembered of a file is never believed of another content."""
+"""Digests cover every byte of a file, and a cached digest is never used for another content."""
 
 import os
 import sqlite3
@@ -42,17 +42,17 @@ def new_files(tmp_path, cache):
 @pytest.fixture
 def files(new_files, monkeypatch):
     """Twenty files that count as written long ago."""
-    monkeypatch.setattr(digests, "_SETTLED_NS", -(10**15))
+    monkeypatch.setattr(digests, "_MIN_AGE_NS", -(10**15))
     return new_files
 
 
 @pytest.fixture
 def read(monkeypatch):
-    """The paths of the files that are read from here on."""
-    seen = []
+    """The paths of the files that are read, as a list that grows."""
+    paths = []
     real = digests._hash
-    monkeypatch.setattr(digests, "_hash", lambda path: seen.append(path) or real(path))
-    return seen
+    monkeypatch.setattr(digests, "_hash", lambda path: paths.append(path) or real(path))
+    return paths
 
 
 def expected(paths):
@@ -94,7 +94,7 @@ def test_files_are_read_once_and_again_when_they_change(files, read):
     assert set(read) == {files[3], files[4], files[6]}
 
 
-def test_a_relative_path_is_remembered_where_it_was(files, tmp_path, monkeypatch):
+def test_a_relative_path_is_cached_by_its_absolute_path(files, tmp_path, monkeypatch):
     (tmp_path / "other").mkdir()
     (tmp_path / "other/0.bin").write_bytes(b"another")
     monkeypatch.chdir(tmp_path)
@@ -103,18 +103,18 @@ def test_a_relative_path_is_remembered_where_it_was(files, tmp_path, monkeypatch
     assert file_digests(["0.bin"]) == (content_digest(b"another"),) != first
 
 
-def test_a_file_that_was_just_written_is_not_remembered(new_files, read):
-    os.utime(new_files[0], ns=(0, 0))  # a copied time says nothing about when the file was written
+def test_a_file_that_was_just_written_is_not_cached(new_files, read):
+    os.utime(new_files[0], ns=(0, 0))  # mtime can be copied from another file, so ctime counts too
     for _ in range(2):
         assert file_digests(new_files) == expected(new_files)
     assert len(read) == 2 * len(new_files)
 
 
-def test_files_that_cannot_be_read_are_told_apart_by_their_names(tmp_path, cache):
+def test_files_that_cannot_be_read_have_digests_of_their_names(tmp_path, cache):
     (tmp_path / "folder.jpg").mkdir()
     names = ["missing.jpg", "folder.jpg", "n\0ul.jpg", "lone\ud800.jpg", "x" * 5000]
-    found = file_digests([str(tmp_path / name) for name in names])
-    assert len(set(found)) == len(names)
+    digests = file_digests([str(tmp_path / name) for name in names])
+    assert len(set(digests)) == len(names)
 
 
 def lock(cache):
@@ -152,14 +152,16 @@ def another_table(cache):
     other.close()
 
 
-@pytest.mark.parametrize("harm", [lock, damage, garbage, folder_instead, file_instead_of_folder, another_table])
-def test_a_database_that_cannot_be_used_costs_time_and_nothing_else(files, cache, monkeypatch, harm):
+@pytest.mark.parametrize(
+    "break_database", [lock, damage, garbage, folder_instead, file_instead_of_folder, another_table]
+)
+def test_a_database_that_cannot_be_used_costs_time_and_nothing_else(files, cache, monkeypatch, break_database):
     monkeypatch.setattr(digests, "_LOCK_WAIT_S", 0.05)
-    held = harm(cache)
+    connection = break_database(cache)
     assert file_digests(files) == expected(files)
     assert file_digests(files) == expected(files)
-    if held is not None:
-        held.close()
+    if connection is not None:
+        connection.close()
 
 
 def test_without_a_home_or_sqlite_files_are_read(files, cache, monkeypatch):
@@ -173,10 +175,10 @@ def test_without_a_home_or_sqlite_files_are_read(files, cache, monkeypatch):
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("harm", [damage, garbage])
-def test_a_damaged_database_is_replaced(files, cache, read, harm):
-    harm(cache)
-    for _ in range(2):  # one finds it damaged, the next makes a new one
+@pytest.mark.parametrize("break_database", [damage, garbage])
+def test_a_damaged_database_is_replaced(files, cache, read, break_database):
+    break_database(cache)
+    for _ in range(2):  # the first deletes it, the second creates a new one
         file_digests(files)
     read.clear()
     assert file_digests(files) == expected(files)
@@ -186,22 +188,24 @@ def test_a_damaged_database_is_replaced(files, cache, read, harm):
 def test_a_database_that_can_only_be_read_is_read(files, cache, read, monkeypatch):
     file_digests(files)
     with sqlite3.connect(cache) as other:
-        other.execute("UPDATE digests SET used = used - 30")  # so that this use would be noted
+        other.execute("UPDATE digests SET used = used - 30")  # so that this use would be written
     other.close()
     read.clear()
     connect = sqlite3.connect
-    monkeypatch.setattr(sqlite3, "connect", lambda path, **how: connect(f"file:{path}?mode=ro", uri=True, **how))
-    monkeypatch.setattr(digests, "_AT_ONCE", 7)
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda path, **options: connect(f"file:{path}?mode=ro", uri=True, **options)
+    )
+    monkeypatch.setattr(digests, "_BATCH", 7)
     assert file_digests(files) == expected(files)
     assert read == []
 
 
-def test_what_was_not_used_for_long_is_dropped_and_what_is_used_stays(files, cache):
-    def paths():
+def test_entries_not_used_for_long_are_deleted_and_used_ones_stay(files, cache):
+    def cached_paths():
         with sqlite3.connect(cache) as other:
-            found = {os.fsdecode(path) for (path,) in other.execute("SELECT path FROM digests")}
+            paths = {os.fsdecode(path) for (path,) in other.execute("SELECT path FROM digests")}
         other.close()
-        return found
+        return paths
 
     def age(days):
         with sqlite3.connect(cache) as other:
@@ -213,13 +217,13 @@ def test_what_was_not_used_for_long_is_dropped_and_what_is_used_stays(files, cac
     file_digests(files[:5])
     age(60)
     file_digests(files[10:])
-    assert paths() == {*files[:5], *files[10:]}
+    assert cached_paths() == {*files[:5], *files[10:]}
 
 
-def test_several_at_once_find_the_same_and_harm_nothing(files, read):
+def test_concurrent_commands_get_the_same_digests(files, read):
     with ThreadPoolExecutor(8) as pool:  # each with a connection of its own, as processes have
-        found = list(pool.map(lambda _: file_digests(files), range(24)))
-    assert set(found) == {expected(files)}
+        results = list(pool.map(lambda _: file_digests(files), range(24)))
+    assert set(results) == {expected(files)}
     read.clear()
     assert file_digests(files) == expected(files)
     assert read == []

@@ -1,4 +1,4 @@
-"""Batches depend on the split, the transform, the order and the seed; not on workers, batch size or luck."""
+"""Batches depend on the split, the transform, the order and the seed; not on workers, batch size or global state."""
 
 import os
 
@@ -23,8 +23,8 @@ def split(tmp_path):
     return open_data(write_folder(tmp_path, pictures(12))).train
 
 
-def gathered(loader, **how):
-    batches = list(loader.batches(**how))
+def concatenated(loader, **options):
+    batches = list(loader.batches(**options))
     return [torch.cat([getattr(b, field) for b in batches]) for field in ("images", "targets", "indices")]
 
 
@@ -33,11 +33,11 @@ def gathered(loader, **how):
 )
 def test_workers_and_batch_size_change_nothing(split, transform):
     order = np.random.default_rng(0).permutation(len(split))
-    alone = gathered(Loader(split, transform, batch_size=1), order=order, view=2, seed=5)
+    alone = concatenated(Loader(split, transform, batch_size=1), order=order, view=2, seed=5)
     before = torch.get_rng_state()
     for batch_size, workers in ((7, 0), (5, 2), (100, 1)):
-        made = gathered(Loader(split, transform, batch_size, workers), order=order, view=2, seed=5)
-        assert all(torch.equal(a, b) for a, b in zip(alone, made, strict=True))
+        batches = concatenated(Loader(split, transform, batch_size, workers), order=order, view=2, seed=5)
+        assert all(torch.equal(a, b) for a, b in zip(alone, batches, strict=True))
     assert torch.equal(torch.get_rng_state(), before)
     assert alone[2].tolist() == order.tolist()
     assert alone[1].tolist() == split.targets[order].tolist()
@@ -45,9 +45,9 @@ def test_workers_and_batch_size_change_nothing(split, transform):
 
 def test_another_view_or_seed_is_another_augmentation_of_the_same_images(split):
     loader = Loader(split, Training(PREPROCESSING), batch_size=8)
-    first, *_ = gathered(loader, view=0, seed=0)
-    assert torch.equal(first, gathered(loader, view=0, seed=0)[0])
-    for other in (gathered(loader, view=1, seed=0)[0], gathered(loader, view=0, seed=1)[0]):
+    first, *_ = concatenated(loader, view=0, seed=0)
+    assert torch.equal(first, concatenated(loader, view=0, seed=0)[0])
+    for other in (concatenated(loader, view=1, seed=0)[0], concatenated(loader, view=0, seed=1)[0]):
         assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
@@ -56,7 +56,7 @@ def test_no_two_images_views_or_seeds_share_their_randomness():
     assert len(seeds) == 4 * 50 * 100
 
 
-def test_bad_images_are_told_once_and_written_as_a_report(tmp_path):
+def test_bad_images_are_logged_once_and_written_as_a_report(tmp_path):
     write_folder(tmp_path / "d", pictures(6))
     for i in range(20):
         (tmp_path / f"d/ant/bad{i}.jpg").write_bytes(b"%d" % i)
@@ -87,11 +87,11 @@ def test_a_plan_gives_one_batch_per_group_also_of_no_groups_and_of_bad_images_on
     assert list(loader.planned([])) == []
     plan = [(0, [3, 4]), (0, [0, 3]), (1, [1, 2]), (1, [4])]
     assert [batch.indices.tolist() for batch in loader.planned(plan)] == [[], [0], [1, 2], []]
-    assert [batch.indices.tolist() for batch in loader.planned(plan[:1])] == [[]]  # its caller knows what it means
+    assert [batch.indices.tolist() for batch in loader.planned(plan[:1])] == [[]]
     assert [batch.indices.tolist() for batch in loader.batches()] == [[0, 1], [2]]
 
 
-def test_images_that_are_all_bad_are_refused_by_the_name_of_the_first(split, tmp_path):
+def test_images_that_are_all_bad_are_refused_with_the_name_of_the_first(split, tmp_path):
     for name in ("x.png", "y.png"):
         (tmp_path / name).write_bytes(name.encode())
     paths = (str(tmp_path / "x.png"), str(tmp_path / "y.png"), split.images.paths[0])

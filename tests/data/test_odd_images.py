@@ -1,4 +1,4 @@
-"""Every odd, broken and hostile image ends as the picture a viewer shows, or as a reason with its name."""
+"""Every unusual, broken or hostile image is decoded as a viewer shows it, or refused with its name and a reason."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from data.odd_images import BAD, GOOD, GREY, SEE_THROUGH, encoded, scene
+from data.odd_images import BAD, GOOD, GREY, TRANSPARENT, encoded, scene
 from vit_memory.cli import app
 from vit_memory.data import decoding
 from vit_memory.data.decoding import decode
@@ -28,7 +28,7 @@ from vit_memory.errors import BadImage
 from vit_memory.families.bundled import PREPROCESSING
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:PIL.*")
-ODD = {**GOOD, **GREY, **SEE_THROUGH}
+ODD = {**GOOD, **GREY, **TRANSPARENT}
 
 
 def corners(pixels):
@@ -54,13 +54,13 @@ def test_an_odd_image_is_decoded_to_what_a_viewer_shows(name, decoder):
     shown = scene()
     if name in GREY:
         shown = shown.convert("L").convert("RGB")
-    if name in SEE_THROUGH:
+    if name in TRANSPARENT:
         shown.paste((255, 255, 255), (32, 0, 64, 48))
     assert pixels.dtype == torch.uint8
     assert pixels.shape == (3, 48, 64)
     expected = corners(torch.from_numpy(np.array(shown)).permute(2, 0, 1))
-    for got, wanted in zip(corners(pixels), expected, strict=True):
-        assert np.abs(np.subtract(got, wanted)).max() <= 4, (name, corners(pixels), expected)
+    for actual, colour in zip(corners(pixels), expected, strict=True):
+        assert np.abs(np.subtract(actual, colour)).max() <= 4, (name, corners(pixels), expected)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -93,7 +93,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_folder_of_more_than_twenty_odd_kinds_is_read_with_every_bad_one_reported(folder, caplog):
+def test_a_folder_of_more_than_twenty_unusual_images_is_read_with_every_bad_one_reported(folder, caplog):
     dataset = open_data(folder)
     bad = {**{name: reason for name, (_, reason) in BAD.items()}, "broken-link.jpg": "cannot be read"}
     assert len(ODD) + len(bad) > 20
@@ -102,9 +102,9 @@ def test_a_folder_of_more_than_twenty_odd_kinds_is_read_with_every_bad_one_repor
         for split in dataset.splits.values():
             loader = Loader(split, Training(PREPROCESSING), batch_size=4, workers=2, on_bad_image="skip")
             loaded += sum(len(batch.targets) for batch in loader.batches())
-            # Some images are only too narrow for the evaluation's resize; look with both transforms.
-            judge = Loader(split, Evaluation(PREPROCESSING), batch_size=4, on_bad_image="skip", bad=loader.bad)
-            for batch in judge.batches():
+            # Some images are too narrow for the evaluation's resize only, so check both transforms.
+            evaluation = Loader(split, Evaluation(PREPROCESSING), batch_size=4, on_bad_image="skip", bad=loader.bad)
+            for batch in evaluation.batches():
                 assert batch.images.isfinite().all()
             reported |= loader.bad.reasons
     assert {name.rsplit("/", 1)[1] for name in reported} == set(bad)
@@ -114,14 +114,14 @@ def test_a_folder_of_more_than_twenty_odd_kinds_is_read_with_every_bad_one_repor
     assert "bomb.png" in caplog.text
 
 
-def test_training_stops_at_the_first_bad_image_unless_told_to_skip(folder):
+def test_training_stops_at_the_first_bad_image_unless_bad_images_are_skipped(folder):
     split = open_data(folder).train
     for workers in (0, 2):
         with pytest.raises(BadImage, match=r"right/.*--on-bad-image skip"):
             list(Loader(split, Evaluation(PREPROCESSING), batch_size=4, workers=workers).batches())
 
 
-def test_decoding_in_threads_leaves_the_warning_filters_alone_and_warns_nobody(decoder):
+def test_decoding_in_threads_leaves_the_warning_filters_unchanged_and_emits_no_warning(decoder):
     odd = {name: make() for name, make in ODD.items()}
     bad = {name: make() for name, (make, _) in BAD.items() if name != "text-bomb.png"}  # slow
 
@@ -134,13 +134,13 @@ def test_decoding_in_threads_leaves_the_warning_filters_alone_and_warns_nobody(d
 
     warnings.simplefilter("error")  # in the threads too
     filters, before, interval = warnings.filters, list(warnings.filters), sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # so that threads change places in the middle of everything
+    sys.setswitchinterval(1e-6)  # so that threads switch as often as possible
     try:
         with ThreadPoolExecutor(8) as pool:
             decoding = pool.map(decode_all, range(40))
-            for _ in range(200):  # other people's warnings are heard meanwhile
-                with pytest.raises(UserWarning, match="mine"):
-                    warnings.warn("mine", stacklevel=1)
+            for _ in range(200):  # warnings of other code still work meanwhile
+                with pytest.raises(UserWarning, match="other code"):
+                    warnings.warn("other code", stacklevel=1)
             list(decoding)
     finally:
         sys.setswitchinterval(interval)
@@ -149,10 +149,10 @@ def test_decoding_in_threads_leaves_the_warning_filters_alone_and_warns_nobody(d
 
 
 def test_the_data_command_names_the_bad_images(folder):
-    shown = CliRunner().invoke(app, ["data", str(folder)])
-    assert shown.exit_code == 0, shown.output
-    assert "14 bad images" in shown.output  # all but too-narrow.png, which decodes; and the broken link
-    assert "1 files ignored" in shown.output
+    result = CliRunner().invoke(app, ["data", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "14 bad images" in result.output  # all but too-narrow.png, which decodes; and the broken link
+    assert "1 files ignored" in result.output
     listed = json.loads(CliRunner().invoke(app, ["data", str(folder), "--json"]).output)["bad"]
     reasons = {Path(bad["image"]).name: bad["reason"] for bad in listed}
     assert "decompression bomb" in reasons["bomb.png"]

@@ -1,4 +1,4 @@
-"""Evaluation is the library's own preprocessing; training views are the augmentations they are named after."""
+"""Evaluation equals the library's own preprocessing; training views equal torchvision's augmentations."""
 
 from dataclasses import replace
 
@@ -9,7 +9,8 @@ from PIL import Image
 
 from vit_memory import load_backbone
 from vit_memory.data.decoding import Encoded, decode
-from vit_memory.data.transforms import Evaluation, Training, normalised, resize
+from vit_memory.data.resizing import resize
+from vit_memory.data.transforms import Evaluation, Training, normalised
 from vit_memory.errors import DataError
 from vit_memory.families.bundled import PREPROCESSING
 from vit_memory.families.transformers_layout import read_preprocessing
@@ -64,29 +65,29 @@ def test_evaluation_equals_the_image_processor_of_transformers(name, size, tmp_p
 def test_evaluation_equals_the_transform_of_timm(model, size):
     timm = pytest.importorskip("timm")
     pytest.importorskip("torchvision")
-    made = timm.create_model(model, depth=1, embed_dim=32, num_heads=2)
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(made), is_training=False)
-    evaluation = Evaluation(load_backbone(made).preprocessing)
+    timm_model = timm.create_model(model, depth=1, embed_dim=32, num_heads=2)
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(timm_model), is_training=False)
+    evaluation = Evaluation(load_backbone(timm_model).preprocessing)
     image = photo(*size)
     ours = evaluation.normalised(evaluation(pixels_of(image))[None])[0]
     torch.testing.assert_close(ours, transform(image), rtol=0, atol=1e-5)
 
 
 def test_another_image_size_keeps_the_proportion_of_resize_and_crop():
-    facts = Preprocessing(256, (224, 224), (0.5,) * 3, (0.5,) * 3, "bicubic")
-    assert facts.at(98) == replace(facts, resize=112, crop=(98, 98))
-    exact = replace(facts, resize=(224, 224), crop=None)
+    preprocessing = Preprocessing(256, (224, 224), (0.5,) * 3, (0.5,) * 3, "bicubic")
+    assert preprocessing.at(98) == replace(preprocessing, resize=112, crop=(98, 98))
+    exact = replace(preprocessing, resize=(224, 224), crop=None)
     assert exact.at(98) == replace(exact, resize=(98, 98))
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_training_crops_are_those_of_torchvision_to_the_bit(interpolation):
     v2 = pytest.importorskip("torchvision.transforms.v2")
-    facts = replace(PREPROCESSING, interpolation=interpolation)
-    training = Training(facts, flip=False)
+    preprocessing = replace(PREPROCESSING, interpolation=interpolation)
+    training = Training(preprocessing, flip=False)
     pixels = pixels_of(photo(300, 200))
     for seed in range(20):
-        box = training._box(200, 300, np.random.default_rng(seed))
+        box = training._random_box(200, 300, np.random.default_rng(seed))
         mode = v2.InterpolationMode(interpolation)
         expected = v2.functional.resized_crop(
             pixels, box.top, box.left, box.height, box.width, [64, 64], mode, antialias=True
@@ -109,7 +110,7 @@ def test_pillow_and_torch_resize_to_the_same_statistics(interpolation):
 def test_inception_crops_are_drawn_as_torchvision_draws_them(area):
     transforms = pytest.importorskip("torchvision.transforms")
     training = Training(PREPROCESSING, area=area)
-    ours = [training._box(300, 400, np.random.default_rng(seed)) for seed in range(4000)]
+    ours = [training._random_box(300, 400, np.random.default_rng(seed)) for seed in range(4000)]
     ours = np.array([(box.top, box.left, box.height, box.width) for box in ours])
     image = torch.empty(3, 300, 400)
     with torch.random.fork_rng():
@@ -138,23 +139,23 @@ def test_a_view_is_decided_by_its_seed_alone():
         assert not torch.equal(training(pixels, 4), first)
         torch.set_rng_state(before)
         training(pixels, 5)
-        assert torch.equal(torch.get_rng_state(), before)  # and it leaves the caller's randomness alone
+        assert torch.equal(torch.get_rng_state(), before)  # the global generator is not used
         assert first.shape == (3, 64, 64)
         assert first.dtype == torch.uint8
 
 
-def test_views_without_augmentation_are_the_evaluation():
+def test_views_without_augmentation_equal_the_evaluation():
     pixels = pixels_of(photo(120, 90))
     none = Training(PREPROCESSING, augment="none")
     assert torch.equal(none(pixels, 7), Evaluation(PREPROCESSING)(pixels))
 
 
 def test_half_of_the_views_are_mirrored_and_pad_crops_shift_by_at_most_the_padding():
-    facts = replace(PREPROCESSING, resize=(32, 32), crop=None)
+    preprocessing = replace(PREPROCESSING, resize=(32, 32), crop=None)
     pixels = torch.zeros(3, 32, 32, dtype=torch.uint8)
     pixels[:, 16, 8] = 255  # one bright point
-    seen = [Training(facts, augment="pad-crop")(pixels, seed)[0].nonzero()[0].tolist() for seed in range(600)]
-    rows, columns = np.array(seen).T
+    points = [Training(preprocessing, augment="pad-crop")(pixels, seed)[0].nonzero()[0].tolist() for seed in range(600)]
+    rows, columns = np.array(points).T
     assert set(rows.tolist()) == set(range(12, 21))
     assert set(columns.tolist()) == set(range(4, 13)) | {31 - c for c in range(4, 13)}
     assert 0.42 < (columns > 15).mean() < 0.58
@@ -167,8 +168,7 @@ def test_decoding_smaller_gives_the_same_view_but_for_fine_grain():
     file = encoded(smooth, "JPEG", quality=95)
     training = Training(PREPROCESSING, area=(0.5, 1.0))
     for seed in range(6):
-        wants = training.wants(800, 1024, seed)
-        small = Encoded(file, "photo").decode(wants)
+        small = Encoded(file, "photo").decode(training.min_decode_size(800, 1024, seed))
         assert small.shape[1] < 800
         difference = training(small, seed, (800, 1024)).float() - training(decode(file, "photo"), seed).float()
         assert difference.abs().mean() < 5  # of 255: the box moves by up to half a decoded pixel
@@ -179,7 +179,7 @@ def test_normalising_bytes_is_normalising_their_share_of_255():
     torch.testing.assert_close(normalised(bytes_, PREPROCESSING), normalised(bytes_ / 255, PREPROCESSING))
 
 
-def test_a_transform_that_cannot_be_is_refused_when_it_is_made():
+def test_an_impossible_transform_is_refused_when_it_is_built():
     with pytest.raises(DataError, match="augment is 'mixup'; expected one of inception, randaugment, pad-crop, none"):
         Training(PREPROCESSING, augment="mixup")
     with pytest.raises(DataError, match="area is"):

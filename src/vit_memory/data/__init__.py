@@ -1,1 +1,1 @@
-"""Images in: sources, splits, decoding, transforms, batches."""
+"""Image data: sources, splits, decoding, transforms, batches."""

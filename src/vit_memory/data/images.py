@@ -1,6 +1,6 @@
-"""Where images lie before anyone decodes them: files, arrays, rows of a table. Each says its name and gives its bytes.
+"""Images before decoding: files, arrays, or rows of a table, by index.
 
-All are small values that travel to worker processes; what is large (arrays, tables) is opened there or shared.
+These values are pickled for worker processes, so large ones (arrays, tables) are shared or opened there.
 """
 
 from collections.abc import Sequence
@@ -15,21 +15,21 @@ from vit_memory.errors import BadImage
 
 
 class Images(Protocol):
-    """A row of images, undecoded."""
+    """A sequence of images that are not decoded yet."""
 
     def __len__(self) -> int: ...
 
     def name(self, i: int) -> str:
-        """What reports call image i: a path, or a file and a row."""
+        """The name of image i in messages: a path, or a file and a row."""
 
     def read(self, i: int) -> bytes | np.ndarray:
         """The encoded file, or pixels (H, W[, C]). Raises BadImage."""
 
     def digest(self, i: int) -> bytes:
-        """Eight bytes that follow the content, wherever the image lies."""
+        """Eight bytes computed from the content alone."""
 
-    def select(self, which: Sequence[int]) -> "Images":
-        """Those images, in that order."""
+    def select(self, indices: Sequence[int]) -> "Images":
+        """The images with these indices, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,16 @@ class ImageFiles:
         """The whole file."""
         try:
             return Path(self.paths[i]).read_bytes()
-        except (OSError, ValueError) as error:  # ValueError: no file can have this name
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             raise BadImage(self.paths[i], f"cannot be read ({_reason(error)})") from error
 
     def digest(self, i: int) -> bytes:
-        """Of the whole file."""
+        """The digest of the whole file."""
         return file_digest(self.paths[i])
 
-    def select(self, which: Sequence[int]) -> "ImageFiles":
-        """Those files."""
-        return ImageFiles(tuple(self.paths[i] for i in which))
+    def select(self, indices: Sequence[int]) -> "ImageFiles":
+        """The files with these indices."""
+        return ImageFiles(tuple(self.paths[i] for i in indices))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,11 +67,11 @@ class ImageArray:
 
     source: str
     pixels: np.ndarray
-    rows: np.ndarray  # int64, which of them
+    rows: np.ndarray  # int64, the rows of `pixels` in use
 
     @classmethod
     def whole(cls, source: str, pixels: np.ndarray) -> "ImageArray":
-        """All of an array."""
+        """All images of an array."""
         return cls(source, pixels, np.arange(len(pixels)))
 
     def __len__(self) -> int:
@@ -87,22 +87,22 @@ class ImageArray:
         return pixels
 
     def digest(self, i: int) -> bytes:
-        """From all pixels."""
+        """The digest of all pixels."""
         return content_digest(np.ascontiguousarray(self.read(i)).data)
 
-    def select(self, which: Sequence[int]) -> "ImageArray":
-        """Those rows of the same array."""
-        return ImageArray(self.source, self.pixels, self.rows[np.asarray(which, dtype=np.int64)])
+    def select(self, indices: Sequence[int]) -> "ImageArray":
+        """The images with these indices, in the same array."""
+        return ImageArray(self.source, self.pixels, self.rows[np.asarray(indices, dtype=np.int64)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageRows:
-    """Encoded images in a column of Hugging Face's image style, {bytes, path}, of any indexable table."""
+    """Encoded images in a column of a table, in the format of Hugging Face datasets: {bytes, path}."""
 
     source: str
     column: Any  # column[i] -> {"bytes": bytes | None, "path": str | None}
-    rows: np.ndarray
-    folder: Path = field(default=Path())  # what a relative path is relative to
+    rows: np.ndarray  # int64, the rows of `column` in use
+    folder: Path = field(default=Path())  # base of relative paths
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -112,7 +112,7 @@ class ImageRows:
         return f"{self.source} row {self.rows[i]}"
 
     def read(self, i: int) -> bytes:
-        """The cell's bytes, or the file it names."""
+        """The bytes in the cell, or of the file that it refers to."""
         cell = self.column[int(self.rows[i])]
         cell = cell.as_py() if hasattr(cell, "as_py") else cell
         encoded = cell.get("bytes") if isinstance(cell, dict) else cell
@@ -123,25 +123,25 @@ class ImageRows:
                 return Path(self.folder, cell["path"]).read_bytes()
             except (OSError, ValueError) as error:
                 raise BadImage(
-                    self.name(i), f"names {cell['path']}, which cannot be read ({_reason(error)})"
+                    self.name(i), f"refers to {cell['path']}, which cannot be read ({_reason(error)})"
                 ) from error
-        raise BadImage(self.name(i), "holds no image bytes")
+        raise BadImage(self.name(i), "has no image bytes")
 
     def digest(self, i: int) -> bytes:
-        """The digest of the file it would be."""
+        """The digest of the encoded file, or of the row's name if it cannot be read."""
         try:
             encoded = self.read(i)
         except BadImage:
             return content_digest(b"unreadable\0" + self.name(i).encode("utf-8", "surrogatepass"))
         return content_digest(encoded)
 
-    def select(self, which: Sequence[int]) -> "ImageRows":
-        """Those rows of the same table."""
-        return ImageRows(self.source, self.column, self.rows[np.asarray(which, dtype=np.int64)], self.folder)
+    def select(self, indices: Sequence[int]) -> "ImageRows":
+        """The images with these indices, in the same table."""
+        return ImageRows(self.source, self.column, self.rows[np.asarray(indices, dtype=np.int64)], self.folder)
 
 
 def digests(images: Images) -> tuple[bytes, ...]:
-    """Every image's digest; those of files are remembered from an earlier command, or read by several threads."""
+    """Every image's digest. Those of files are cached between commands and computed by several threads."""
     if isinstance(images, ImageFiles):
         return file_digests(images.paths)
     return tuple(images.digest(i) for i in range(len(images)))

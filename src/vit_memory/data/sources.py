@@ -1,58 +1,57 @@
-"""The DATA argument of every command: from a word or a path to images with labels, in three splits.
+"""Data sources: from the DATA argument of a command to a Dataset with train, validation and test splits.
 
-Readers (`layouts`, `named`) turn one layout each into named parts; what all share, the order of the labels and the
-splits that have to be drawn, is settled once, here.
+A reader turns one layout into raw splits. What all layouts share is done here: labels become targets, and missing
+splits are drawn. A new layout is one file in `readers/` and one entry in `READERS`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vit_memory.data.layouts import (
-    LAYOUTS,
-    Columns,
-    Found,
-    read_digits,
-    read_folder,
-    read_hub,
-    read_idx,
-    read_npz,
-    read_parquet,
-    read_table,
-)
-from vit_memory.data.named import NAMED, open_named
-from vit_memory.data.splits import SHARE, Split, draw
+from vit_memory.data.readers.base import DataSource, RawDataset, Reader
+from vit_memory.data.readers.digits import DIGITS
+from vit_memory.data.readers.folder import FOLDER
+from vit_memory.data.readers.hub import HUB
+from vit_memory.data.readers.idx import IDX
+from vit_memory.data.readers.named import DATASETS, NAMED
+from vit_memory.data.readers.npz import NPZ
+from vit_memory.data.readers.parquet import PARQUET
+from vit_memory.data.readers.table import TABLE
+from vit_memory.data.splits import DRAWN_SHARE, Split, draw_split
 from vit_memory.data.targets import KindOption, read_targets
 from vit_memory.errors import DataError
 from vit_memory.task import Kind
 
+# The first reader that accepts a source reads it, so a special case comes before the general one.
+READERS: tuple[Reader, ...] = (HUB, DIGITS, NAMED, PARQUET, IDX, NPZ, TABLE, FOLDER)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """Images with what they show, in splits that do not overlap by draw. The test split chooses nothing."""
+    """Images with targets, in splits. Drawn splits do not overlap; official ones may."""
 
     source: str
     layout: str
     kind: Kind
     kind_reason: str  # how the kind was decided, for people
     labels: tuple[str, ...]
-    columns: tuple[str, ...]  # of a table, those that say what images show
+    columns: tuple[str, ...]  # the label columns of a table
     train: Split
     validation: Split
-    test: Split | None
+    test: Split | None  # used for final metrics only, never to select a model
     origin: Mapping[str, str]  # of each split: "official", or how it was drawn
     seed: int
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # files without an image extension
 
     @property
     def splits(self) -> Mapping[str, Split]:
-        """Those there are, by name."""
-        every = {"train": self.train, "validation": self.validation, "test": self.test}
-        return {name: split for name, split in every.items() if split is not None}
+        """The existing splits, by name."""
+        splits = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {name: split for name, split in splits.items() if split is not None}
 
     def record(self) -> dict[str, Any]:
-        """What a task remembers of the data it was trained on."""
+        """The part of a task file that describes the training data."""
         return {
             "source": self.source,
             "layout": self.layout,
@@ -77,92 +76,83 @@ def open_data(
     labels: Sequence[str] | None = None,
     seed: int = 0,
 ) -> Dataset:
-    """Open a source of labelled images and settle its splits.
+    """Open a source of labelled images, with train, validation and test splits.
 
-    `source` is a folder, a table, a pack, `hf:<dataset>` or a known name; `data_dir` is where named datasets lie.
-    Official splits are kept. Where there is no test split, a fifth of every class is drawn by content and `seed`;
-    where there is no validation split, a fifth of the training images is.
+    `source` is a folder, a table, an .npz, .parquet, `hf:<dataset>` or the name of a dataset; `data_dir` is the folder
+    of a named dataset. Official splits are kept. Without a test split, a fifth of every class is drawn by content and
+    `seed`; without a validation split, a fifth of the training images is.
 
-    `label_column` names the column of a table that says what an image shows, or several. `kind` says what it means:
-    one label, several labels (`red;round` in one cell, a list, or a column of 0 and 1 per label), or numbers; `auto`
-    decides by the cells. `labels` are those of a task that is to be scored, and the only ones allowed then.
+    `label_column` is the column of labels or values in a table, or several of them. `kind` is what they mean: one
+    label, several labels (`red;round` in one cell, a list, or a column of 0 and 1 per label), or numbers; `auto`
+    detects it. `labels`, if given, are the only labels allowed: those of a task that is evaluated.
 
     >>> open_data("digits").labels
     ('0', '1', '2', '3', '4', '5', '6', '7', '8', '9')
     """
-    columns = Columns(image_column, (label_column,) if isinstance(label_column, str) else tuple(label_column))
-    if len(set(columns.labels)) < len(columns.labels):
-        raise DataError(f"{source}: a label column is named twice: {', '.join(columns.labels)}.")
+    columns = (label_column,) if isinstance(label_column, str) else tuple(label_column)
+    if len(set(columns)) < len(columns):
+        raise DataError(f"{source}: duplicate label columns: {', '.join(columns)}. Name each column once.")
+    data_source = DataSource(str(source), image_column, columns, None if data_dir is None else Path(data_dir), download)
     try:
-        found = _find(str(source), columns, None if data_dir is None else Path(data_dir), download)
-    except OSError as error:  # a folder or table that may not be read, a name that is too long
+        raw = _find_reader(data_source).read(data_source)
+    except OSError as error:  # no permission, a name that is too long
         raise DataError(f"{source}: cannot be read ({error}).") from error
-    if not any(len(part.labels) for part in found.parts.values()):
-        raise DataError(f"{source}: no images in it. {LAYOUTS}")
-    return _settle(str(source), found, seed, kind, labels)
+    if not raw.filled_splits():
+        raise DataError(f"{source}: no images in it. {supported_sources()}")
+    return _dataset(str(source), raw, seed, kind, labels)
 
 
-def _find(source: str, columns: Columns, data_dir: Path | None, download: bool) -> Found:
-    if source.startswith("hf:"):
-        return read_hub(source.removeprefix("hf:"), columns)
-    if source == "digits":
-        return read_digits()
-    path = Path(source)
-    if source in NAMED and not path.exists():
-        return open_named(source, data_dir, download)
-    if path.is_dir():
-        return _find_in_folder(path, columns)
-    if not path.is_file():
-        close = f" Did you mean the dataset {source.lower()}?" if source.lower() in NAMED else ""
-        raise DataError(f"{source}: no such file or folder, and no dataset of that name.{close} {LAYOUTS}")
-    readers: Mapping[str, Callable[[Path, Columns], Found]] = {
-        ".csv": read_table, ".tsv": read_table, ".jsonl": read_table, ".npz": read_npz, ".parquet": read_parquet,
-    }  # fmt: skip
-    if path.suffix.lower() not in readers:
-        raise DataError(f"{source}: a file of this kind is not understood. {LAYOUTS}")
-    return readers[path.suffix.lower()](path, columns)
+def supported_sources() -> str:
+    """The list of supported sources, for error messages; the general ones first."""
+    lines = "\n".join(reader.description for reader in reversed(READERS))
+    return "Supported data sources:\n  " + lines.replace("\n", "\n  ")
 
 
-def _find_in_folder(folder: Path, columns: Columns) -> Found:
-    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
-    if any(name.endswith(".parquet") for name in names):
-        return read_parquet(folder, columns)
-    if any("-idx3-ubyte" in name or ".idx3-ubyte" in name for name in names):
-        return read_idx(folder)
-    return read_folder(folder)
+def _find_reader(source: DataSource) -> Reader:
+    for reader in READERS:
+        if reader.accepts(source):
+            return reader
+    if source.path.is_file():
+        files = f"{source.extension} files" if source.extension else "files without an extension"
+        raise DataError(f"{source.name}: {files} are not supported. {supported_sources()}")
+    close = f" Did you mean the dataset {source.name.lower()}?" if source.name.lower() in DATASETS else ""
+    raise DataError(f"{source.name}: no such file or folder, and no dataset of that name.{close} {supported_sources()}")
 
 
-def _settle(source: str, found: Found, seed: int, kind: KindOption, labels: Sequence[str] | None) -> Dataset:
-    """Turn what the source says into numbers, and draw what splits are missing."""
-    learnt = found.parts.get("train") or found.parts.get("all")
-    if learnt is None or not len(learnt.labels):
-        raise DataError(f"{source}: no training images; found only {', '.join(found.parts)}.")
-    targets = read_targets(source, found.cells(), found.columns, found.classes, kind, labels)
-    splits = {
-        name: Split.of(part.images, targets.values[name], targets.kind)
-        for name, part in found.parts.items()
-        if len(part.labels)
+def _dataset(source: str, raw: RawDataset, seed: int, kind: KindOption, labels: Sequence[str] | None) -> Dataset:
+    """Turn raw labels into targets and draw the splits that are missing."""
+    if not {"train", "all"} & set(raw.filled_splits()):
+        raise DataError(f"{source}: no training images; found only {', '.join(raw.splits)}.")
+    targets = read_targets(source, raw.raw_labels(), raw.label_columns, raw.classes, kind, labels)
+    official = {
+        name: Split.of(split.images, targets.values[name], targets.kind) for name, split in raw.filled_splits().items()
     }
-    origin = dict.fromkeys(splits, "official")
-    evenly = {"single-label": "of every class", "multi-label": "of every label", "regression": "of every tenth"}
-    how = f"{SHARE:.0%} {evenly[targets.kind]}, drawn by content with seed {seed}"
-    if "all" in splits:
-        splits["train"], splits["test"] = draw(splits.pop("all"), "test", seed)
-        origin = {"train": "the rest", "test": how}
-    if "validation" not in splits:
-        splits["train"], splits["validation"] = draw(splits["train"], "validation", seed)
-        origin |= {"train": "the rest", "validation": f"{how} from the training images"}
+    splits, origin = _draw_missing(official, targets.kind, seed)
     return Dataset(
         source=source,
-        layout=found.layout,
+        layout=raw.layout,
         kind=targets.kind,
-        kind_reason=targets.reason,
+        kind_reason=targets.kind_reason,
         labels=targets.labels,
-        columns=found.columns,
+        columns=raw.label_columns,
         train=splits["train"],
         validation=splits["validation"],
         test=splits.get("test"),
         origin=origin,
         seed=seed,
-        ignored=tuple(found.ignored),
+        ignored=tuple(raw.ignored),
     )
+
+
+def _draw_missing(official: Mapping[str, Split], kind: Kind, seed: int) -> tuple[dict[str, Split], dict[str, str]]:
+    """All splits, and the origin of each."""
+    splits, origin = dict(official), dict.fromkeys(official, "official")
+    strata = {"single-label": "of every class", "multi-label": "of every label", "regression": "of every tenth"}
+    drawn = f"{DRAWN_SHARE:.0%} {strata[kind]}, drawn by content with seed {seed}"
+    if "all" in splits:
+        splits["train"], splits["test"] = draw_split(splits.pop("all"), "test", seed)
+        origin = {"train": "the rest", "test": drawn}
+    if "validation" not in splits:
+        splits["train"], splits["validation"] = draw_split(splits["train"], "validation", seed)
+        origin |= {"train": "the rest", "validation": f"{drawn} from the training images"}
+    return splits, origin

@@ -1,247 +1,235 @@
-"""What images show, as numbers: from the cells of a source to class numbers, tables of labels, or values.
+"""Targets: the labels of a source as arrays of numbers.
 
-single-label   one label per image                                        (n,) int64
+single-label   one label per image                                        (n,) int64 class numbers
 multi-label    any number of labels per image; 1 present, 0 absent        (n, C) float32
 regression     one or several numbers per image                           (n, C) float64
 
-NaN in the last two means "not known": training and scores leave that cell out.
+NaN in the last two means "not known"; the loss and the metrics ignore it.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
+from vit_memory.data.label_cells import (
+    SEPARATOR,
+    is_blank,
+    parse_flag,
+    parse_float,
+    parse_number,
+    split_labels,
+    to_text,
+)
 from vit_memory.errors import DataError
 from vit_memory.task import Kind
 
 KindOption = Literal["auto", "single-label", "multi-label", "regression"]
-SEPARATOR = ";"  # between several labels in one cell of text
-_BLANK = frozenset({"", "nan", "na", "n/a", "null", "?"})
-_FLAGS = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0, "no": 0.0, "yes": 1.0, "0.0": 0.0, "1.0": 1.0}
-_LARGEST = 1e30  # values are answered in float32
-_FEW_ROWS = 20  # below, many different whole numbers are still taken for class numbers
+_FEW_ROWS = 20  # with fewer rows, distinct whole numbers are read as class numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cells:
-    """What one part of a source says of its images, as it stands there."""
+class RawLabels:
+    """The labels of one split as the source stores them."""
 
-    values: Sequence[Any]  # per image: one cell, or with several columns a tuple of them
-    rows: Sequence[str] | None = None  # how messages call each row, "line 3"; None: by number
+    values: Sequence[Any]  # per image: one cell, or a tuple of cells if there are several label columns
+    row_names: Sequence[str] | None = None  # for messages, such as "line 3"; None: by number
 
     def __len__(self) -> int:
         return len(self.values)
 
-    def row(self, i: int) -> str:
-        """For messages."""
-        return f"row {i}" if self.rows is None else self.rows[i]
+    def row_name(self, i: int) -> str:
+        """The name of row i in messages."""
+        return f"row {i}" if self.row_names is None else self.row_names[i]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Targets:
-    """The numbers of every part."""
+    """The targets of every split."""
 
     kind: Kind
-    reason: str  # why it is of this kind, for people
+    kind_reason: str  # how the kind was decided, for people
     labels: tuple[str, ...]
-    values: Mapping[str, np.ndarray]  # by part
+    values: Mapping[str, np.ndarray]  # by split
 
 
 def read_targets(
     source: str,
-    parts: Mapping[str, Cells],
+    splits: Mapping[str, RawLabels],
     columns: Sequence[str],
     classes: Sequence[str] | None,
-    asked: KindOption = "auto",
+    kind: KindOption = "auto",
     labels: Sequence[str] | None = None,
 ) -> Targets:
-    """Turn cells into numbers, as `asked` or as the cells suggest.
+    """Turn raw labels into targets of the given kind; `auto` detects the kind from the labels.
 
-    `classes` is the order of the labels where the source knows one, `labels` those of a task that is to be scored,
-    which are then the only ones allowed.
+    `classes` are the label names in the source's order, if it defines one. `labels`, if given, are the only labels
+    allowed: those of a task that is evaluated.
     """
-    kind, reason = (asked, "as asked") if asked != "auto" else _suggested(parts, columns, classes)
-    known = labels if labels is not None else classes
+    reason = "set explicitly"
+    if kind == "auto":
+        kind, reason = _detect_kind(source, splits, columns, classes)
+    known_labels = classes if labels is None else labels
     if kind == "single-label":
-        return _single_label(source, parts, columns, known, reason)
-    if kind == "multi-label":
-        return _multi_label(source, parts, columns, known, reason)
-    return _regression(source, parts, columns, reason)
-
-
-def _suggested(parts: Mapping[str, Cells], columns: Sequence[str], classes: Sequence[str] | None) -> tuple[Kind, str]:
-    cells = [cell for part in parts.values() for cell in part.values]
+        return _single_label(source, splits, columns, known_labels, reason)
+    if kind == "regression":
+        return _regression(source, splits, columns, reason)
     if len(columns) > 1:
-        named = f"columns {', '.join(columns[:3])}{' …' if len(columns) > 3 else ''}"
-        flat = [value for cell in cells for value in cell if not _blank(value)]
-        if not flat:
-            raise DataError(f"the {named} hold nothing.")
-        if all(_flag(value) is not None for value in flat):
-            return "multi-label", f"the {named} hold 0 and 1"
-        return "regression", f"the {named} hold numbers"
+        return _multi_label_columns(source, splits, columns, reason)
+    return _multi_label_lists(source, splits, columns[0], known_labels, reason)
+
+
+def _detect_kind(
+    source: str, splits: Mapping[str, RawLabels], columns: Sequence[str], classes: Sequence[str] | None
+) -> tuple[Kind, str]:
+    """The kind that the labels suggest, and the reason."""
+    cells = [cell for split in splits.values() for cell in split.values]
+    if len(columns) > 1:
+        return _detect_kind_of_columns(source, cells, columns)
     (column,) = columns
-    several = next((cell for cell in cells if isinstance(cell, str) and SEPARATOR in cell), None)
     if any(isinstance(cell, list | tuple) for cell in cells):
         return "multi-label", f"the cells of {column!r} are lists"
-    if classes is None and several is not None:
-        return "multi-label", f"cells of {column!r} hold several labels, such as {several!r}"
-    number = None if classes is not None else _looks_like_a_number(cells)
-    if number is not None:
-        return "regression", f"the cells of {column!r} are numbers, such as {number}"
+    if classes is None:
+        several = next((cell for cell in cells if isinstance(cell, str) and SEPARATOR in cell), None)
+        if several is not None:
+            return "multi-label", f"cells of {column!r} contain several labels, such as {several!r}"
+        number = _example_number(cells)
+        if number is not None:
+            return "regression", f"the cells of {column!r} are numbers, such as {number}"
     return "single-label", "one label per image"
 
 
-def _looks_like_a_number(cells: Sequence[Any]) -> Any:
-    """An example, where all cells are numbers and not class numbers: with fractions, or most of them different.
+def _detect_kind_of_columns(source: str, rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> tuple[Kind, str]:
+    cells = [cell for row in rows for cell in row if not is_blank(cell)]
+    names = f"columns {_shown(columns, 3)}"
+    if not cells:
+        raise DataError(f"{source}: the {names} are empty.")
+    if all(parse_flag(cell) is not None for cell in cells):
+        return "multi-label", f"the {names} contain 0 and 1"
+    return "regression", f"the {names} contain numbers"
 
-    Infinite ones count as numbers here, so that they are refused as values and not learned as labels.
+
+def _example_number(cells: Sequence[Any]) -> Any:
+    """One of the cells if all are numbers but not class numbers: with fractions, or most of them distinct.
+
+    Infinite numbers count too, so that they are refused as values instead of becoming labels.
     """
-    filled = [cell for cell in cells if not _blank(cell)]
-    numbers = [number for number in map(_parsed, filled) if number is not None]
+    filled = [cell for cell in cells if not is_blank(cell)]
+    numbers = [number for number in map(parse_float, filled) if number is not None]
     if not filled or len(numbers) < len(filled):
         return None
-    different = len(filled) >= _FEW_ROWS and len(set(numbers)) > len(numbers) / 2
-    return next((cell for cell, number in zip(filled, numbers, strict=True) if number % 1 or different), None)
+    mostly_distinct = len(filled) >= _FEW_ROWS and len(set(numbers)) > len(numbers) / 2
+    return next((cell for cell, number in zip(filled, numbers, strict=True) if number % 1 or mostly_distinct), None)
 
 
 def _single_label(
-    source: str, parts: Mapping[str, Cells], columns: Sequence[str], classes: Sequence[str] | None, reason: str
+    source: str, splits: Mapping[str, RawLabels], columns: Sequence[str], classes: Sequence[str] | None, reason: str
 ) -> Targets:
     if len(columns) > 1:
         raise DataError(
-            f"{source}: {len(columns)} label columns ({', '.join(columns[:3])} …), but a single-label task has one "
-            f"label per image. Name one with --label-column, or train another kind: --kind multi-label or regression."
+            f"{source}: {len(columns)} label columns ({_shown(columns, 3)}), but a single-label task has one label per "
+            f"image. Choose one with --label-column, or another kind: --kind multi-label or regression."
         )
     names: dict[str, list[str]] = {}
     faults = []
-    for part, cells in parts.items():
-        names[part] = [_text(cell) for cell in cells.values]
-        faults += [f"{cells.row(i)}: no {columns[0]}" for i, name in enumerate(names[part]) if not name]
+    for split, raw in splits.items():
+        names[split] = [to_text(cell) for cell in raw.values]
+        faults += [f"{raw.row_name(i)}: no {columns[0]}" for i, name in enumerate(names[split]) if not name]
     _refuse(source, faults)
     if classes is None:
-        learned = "train" if "train" in parts else "all"
-        classes = _in_order(names.get(learned, ()))
-    place = {label: i for i, label in enumerate(classes)}
-    for part, given in names.items():
-        strangers = sorted(set(given) - set(place))
-        if strangers:
-            raise DataError(_strangers(source, part, strangers))
-    values = {part: np.asarray([place[name] for name in given], dtype=np.int64) for part, given in names.items()}
+        classes = _sorted_labels(names.get("train" if "train" in splits else "all", ()))
+    numbers = {label: i for i, label in enumerate(classes)}
+    for split, labels in names.items():
+        _refuse_unknown(source, split, set(labels) - set(numbers))
+    values = {split: np.asarray([numbers[name] for name in row], dtype=np.int64) for split, row in names.items()}
     return Targets("single-label", reason, tuple(classes), values)
 
 
-def _multi_label(
-    source: str, parts: Mapping[str, Cells], columns: Sequence[str], known: Sequence[str] | None, reason: str
+def _multi_label_columns(source: str, splits: Mapping[str, RawLabels], columns: Sequence[str], reason: str) -> Targets:
+    """One column of 0 and 1 per label."""
+    faults: list[str] = []
+    values = {split: _parse_cells(raw, columns, parse_flag, "0 or 1", faults) for split, raw in splits.items()}
+    _refuse(source, faults)
+    return Targets("multi-label", reason, tuple(columns), {name: v.astype(np.float32) for name, v in values.items()})
+
+
+def _multi_label_lists(
+    source: str, splits: Mapping[str, RawLabels], column: str, known_labels: Sequence[str] | None, reason: str
 ) -> Targets:
-    if len(columns) > 1:
-        faults: list[str] = []
-        tables = {part: _rows(cells, columns, _flag, "0 or 1", faults) for part, cells in parts.items()}
-        _refuse(source, faults)
-        flags = {part: table.astype(np.float32) for part, table in tables.items()}
-        return Targets("multi-label", reason, tuple(columns), flags)
-    present = {
-        part: [_labels(cell, f"{source}: {cells.row(i)}") for i, cell in enumerate(cells.values)]
-        for part, cells in parts.items()
+    """One column with a list of labels per image."""
+    lists = {
+        split: [split_labels(cell, f"{source}: {raw.row_name(i)}") for i, cell in enumerate(raw.values)]
+        for split, raw in splits.items()
     }
-    learned = present["train" if "train" in present else "all"] if known is None else []
-    labels = tuple(known) if known is not None else _in_order(name for row in learned if row for name in row)
+    if known_labels is None:
+        training_lists = lists["train" if "train" in lists else "all"]
+        known_labels = _sorted_labels(label for row in training_lists for label in row or ())
+    labels = tuple(known_labels)
     if not labels:
-        raise DataError(f"{source}: not one label in column {columns[0]!r}.")
-    place = {label: i for i, label in enumerate(labels)}
-    values = {}
-    for part, rows in present.items():
-        strangers = sorted({name for row in rows if row for name in row} - set(place))
-        if strangers:
-            raise DataError(_strangers(source, part, strangers))
-        table = np.zeros((len(rows), len(labels)), dtype=np.float32)
-        for i, row in enumerate(rows):
-            table[i] = math.nan if row is None else 0.0
-            table[i, [place[name] for name in row or ()]] = 1.0
-        values[part] = table
+        raise DataError(f"{source}: no label in column {column!r}.")
+    for split, rows in lists.items():
+        _refuse_unknown(source, split, {label for row in rows for label in row or ()} - set(labels))
+    values = {split: _one_hot(rows, labels) for split, rows in lists.items()}
     return Targets("multi-label", reason, labels, values)
 
 
-def _regression(source: str, parts: Mapping[str, Cells], columns: Sequence[str], reason: str) -> Targets:
+def _one_hot(rows: Sequence[Sequence[str] | None], labels: Sequence[str]) -> np.ndarray:
+    """(n, C) float32: 1 present, 0 absent; a row of NaN where the labels are not known."""
+    columns = {label: j for j, label in enumerate(labels)}
+    values = np.zeros((len(rows), len(labels)), dtype=np.float32)
+    for i, row in enumerate(rows):
+        values[i] = math.nan if row is None else 0.0
+        values[i, [columns[label] for label in row or ()]] = 1.0
+    return values
+
+
+def _regression(source: str, splits: Mapping[str, RawLabels], columns: Sequence[str], reason: str) -> Targets:
     faults: list[str] = []
-    values = {part: _rows(cells, columns, _number, "a number", faults) for part, cells in parts.items()}
+    values = {split: _parse_cells(raw, columns, parse_number, "a number", faults) for split, raw in splits.items()}
     _refuse(source, faults)
     return Targets("regression", reason, tuple(columns), values)
 
 
-def _rows(cells: Cells, columns: Sequence[str], read: Any, expected: str, faults: list[str]) -> np.ndarray:
-    """(n, columns) of what `read` makes of every cell; blank ones are NaN, and those it refuses are faults."""
-    table = np.full((len(cells), len(columns)), math.nan)
-    for i, cell in enumerate(cells.values):
-        given = cell if len(columns) > 1 else (cell,)
-        for j, value in enumerate(given):
-            if _blank(value):
+def _parse_cells(
+    raw: RawLabels, columns: Sequence[str], parse: Callable[[Any], float | None], expected: str, faults: list[str]
+) -> np.ndarray:
+    """(n, columns) float64 of parsed cells; NaN for blank ones. Cells that `parse` refuses are appended to `faults`."""
+    values = np.full((len(raw), len(columns)), math.nan)
+    for i, row in enumerate(raw.values):
+        for j, cell in enumerate(row if len(columns) > 1 else (row,)):
+            if is_blank(cell):
                 continue
-            number = read(value)
+            number = parse(cell)
             if number is None:
-                faults.append(f"{cells.row(i)}: {columns[j]} is {value!r}; expected {expected}, or nothing")
+                faults.append(f"{raw.row_name(i)}: {columns[j]} is {cell!r}; expected {expected}, or an empty cell")
             else:
-                table[i, j] = number
-    return table
-
-
-def _blank(cell: Any) -> bool:
-    if isinstance(cell, str):
-        return cell.strip().lower() in _BLANK
-    return cell is None or (isinstance(cell, float) and math.isnan(cell))
-
-
-def _number(cell: Any) -> float | None:
-    number = _parsed(cell)
-    return number if number is not None and abs(number) <= _LARGEST else None  # not NaN, nor infinite
-
-
-def _parsed(cell: Any) -> float | None:
-    try:
-        return float(cell)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def _flag(cell: Any) -> float | None:
-    return _FLAGS.get(str(cell).strip().lower())
-
-
-def _text(cell: Any) -> str:
-    return "" if cell is None or (isinstance(cell, float) and math.isnan(cell)) else str(cell).strip()
-
-
-def _labels(cell: Any, where: str) -> list[str] | None:
-    """The labels of one cell, none for an empty list or a lone separator; None where nothing is known."""
-    if isinstance(cell, list | tuple):
-        odd = next((one for one in cell if isinstance(one, float | list | tuple | dict)), None)
-        if odd is not None:
-            raise DataError(f"{where}: a list holds {odd!r}; expected labels. Numbers go into a column each.")
-        return [name for name in map(_text, cell) if name]
-    text = _text(cell)
-    if not text:
-        return None
-    return [name for name in (part.strip() for part in text.split(SEPARATOR)) if name]
+                values[i, j] = number
+    return values
 
 
 def _refuse(source: str, faults: Sequence[str]) -> None:
     if faults:
         shown = "; ".join(faults[:5]) + (" …" if len(faults) > 5 else "")
-        raise DataError(f"{source}: {len(faults)} cells cannot be used. {shown}.")
+        raise DataError(f"{source}: {len(faults)} label cells cannot be used. {shown}.")
 
 
-def _strangers(source: str, part: str, strangers: Sequence[str]) -> str:
-    shown = ", ".join(strangers[:5]) + (" …" if len(strangers) > 5 else "")
-    return (
-        f"{source}: the {part} images hold {len(strangers)} labels without any training image: {shown}. "
-        f"Add some, or leave them out."
-    )
+def _refuse_unknown(source: str, split: str, unknown: Iterable[str]) -> None:
+    labels = sorted(unknown)
+    if labels:
+        raise DataError(
+            f"{source}: the {split} images have {len(labels)} labels without any training image: "
+            f"{_shown(labels, 5)}. Add training images with these labels, or remove the {split} images."
+        )
 
 
-def _in_order(labels: Iterable[str]) -> tuple[str, ...]:
-    """Distinct labels, by number where all are numbers: 10 comes after 9."""
+def _shown(names: Sequence[str], count: int) -> str:
+    return ", ".join(names[:count]) + (" …" if len(names) > count else "")
+
+
+def _sorted_labels(labels: Iterable[str]) -> tuple[str, ...]:
+    """Distinct labels, by number if all are numbers: 10 comes after 9."""
     distinct = set(labels)
     if all(label.isdecimal() for label in distinct):
         return tuple(sorted(distinct, key=lambda label: (int(label), label)))
