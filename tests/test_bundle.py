@@ -8,7 +8,17 @@ import torch
 from typer.testing import CliRunner
 
 from builders import graph_shapes, images, library_model, tiny_backbone, trained
-from vit_memory import BackboneMismatch, Bundle, DamagedFile, FileError, GraphError, MemoryViT, NewerFormat, UnsafeFile
+from vit_memory import (
+    BackboneMismatch,
+    Bundle,
+    DamagedFile,
+    FileError,
+    GraphError,
+    MemoryViT,
+    NewerFormat,
+    UnsafeFile,
+    save_task,
+)
 from vit_memory.cli import app
 from vit_memory.files import bundle as bundle_module
 from vit_memory.files import collect
@@ -46,7 +56,7 @@ def test_a_bundle_answers_as_the_tasks_it_was_made_from(diamond):
 def test_concatenating_separately_trained_tasks_is_adding_their_files(tmp_path):
     backbone = tiny_backbone()
     for task in (trained(backbone, "birds"), trained(backbone, "boats", cells=2)):
-        task.save(tmp_path / f"{task.name}.safetensors")
+        save_task(task, tmp_path / f"{task.name}.safetensors")
     made = run("bundle", "create", tmp_path / "both", tmp_path / "birds.safetensors")
     assert made.exit_code == 0, made.output
     added = run("bundle", "add", tmp_path / "both", tmp_path / "boats.safetensors")
@@ -64,7 +74,7 @@ def test_concatenating_separately_trained_tasks_is_adding_their_files(tmp_path):
 def test_the_whole_way_through_the_commands_with_a_backbone_folder(tmp_path):
     library_model("vit")[1].save_pretrained(tmp_path / "vit")
     assert run("bundle", "create", tmp_path / "b", "--backbone", tmp_path / "vit").exit_code == 0
-    trained(tiny_backbone(), "birds").save(tmp_path / "birds.safetensors")
+    save_task(trained(tiny_backbone(), "birds"), tmp_path / "birds.safetensors")
     assert run("bundle", "add", tmp_path / "b", tmp_path / "birds.safetensors").exit_code == 0
     assert run("bundle", "check", tmp_path / "b", "--backbone", tmp_path / "vit").exit_code == 0
     assert list(Bundle.from_pretrained(tmp_path / "b").model()(images())) == ["birds"], "the reference is enough"
@@ -78,7 +88,7 @@ def test_the_whole_way_through_the_commands_with_a_backbone_folder(tmp_path):
 def test_a_task_brings_its_parents_along_or_says_which_are_missing(tmp_path, diamond):
     folder = tmp_path / "files"
     for task in diamond.tasks():
-        task.save(folder / f"{task.name}.safetensors")
+        save_task(task, folder / f"{task.name}.safetensors")
     bundle = collect.add_files(Bundle.create(tmp_path / "new", diamond.backbone), [folder / "bottom.safetensors"])
     assert sorted(entry.name for entry in bundle.entries) == ["bottom", "left", "right", "top"]
     (folder / "right.safetensors").unlink()
@@ -172,8 +182,8 @@ def test_no_file_of_a_bundle_is_written_over(tmp_path):
 
 def test_a_bundle_keeps_the_precision_of_the_files_it_is_given(tmp_path):
     backbone = tiny_backbone()
-    trained(backbone, "half").save(tmp_path / "half.safetensors", half=True)
-    trained(backbone, "full").save(tmp_path / "full.safetensors")
+    save_task(trained(backbone, "half"), tmp_path / "half.safetensors", half=True)
+    save_task(trained(backbone, "full"), tmp_path / "full.safetensors")
     assert run("bundle", "create", tmp_path / "kept", tmp_path / "half.safetensors").exit_code == 0
     assert run("bundle", "add", tmp_path / "kept", tmp_path / "full.safetensors").exit_code == 0
     for name in ("half", "full"):

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from builders import ROUNDING, images, library_model, tiny_backbone, trained, worst
 from data.test_sources import LABELS, pictures, write_folder
-from vit_memory import Bundle, FileError, GraphError, MemoryViT, Task, load_backbone
+from vit_memory import Bundle, FileError, GraphError, MemoryViT, load_backbone, load_task, save_task
 from vit_memory.cli import app
 from vit_memory.files.collect import collect_tasks
 
@@ -25,7 +25,7 @@ def write_family(folder, backbone, shift=0.0, pinned=True, child="child"):
     a = replace(a, memory=a.memory + shift)
     extending = trained(backbone, child, labels=LABELS, parents=[a if pinned else "a"])
     for task in (a, extending):
-        task.save(folder / f"{task.name}.safetensors")
+        save_task(task, folder / f"{task.name}.safetensors")
     return a, extending
 
 
@@ -89,9 +89,9 @@ def test_the_same_task_given_twice_counts_once(place, tmp_path):
 
 
 def test_two_runs_that_agree_to_the_bit_are_still_two_tasks(place, tmp_path):
-    x = Task.load(place / "x/a.safetensors")
+    x = load_task(place / "x/a.safetensors")
     again = tmp_path / "a.safetensors"
-    replace(x, record=replace(x.record, created="2020-01-01T00:00:00+00:00")).save(again)
+    save_task(replace(x, record=replace(x.record, created="2020-01-01T00:00:00+00:00")), again)
     said = run("evaluate", place / "x/a.safetensors", again, "--data", place / "photos")
     assert said.exit_code == 1
     assert "hold two tasks called 'a'. Give one of them, or rename one" in str(said.exception)
@@ -137,7 +137,7 @@ def test_what_is_pinned_to_a_child_follows_where_renaming_changes_its_digest(tmp
     backbone = tiny_backbone()
     write_family(tmp_path / "x", backbone)
     _, child = write_family(tmp_path / "y", backbone, 0.3, pinned=False)
-    trained(backbone, "grandchild", parents=[child]).save(tmp_path / "y/grandchild.safetensors")
+    save_task(trained(backbone, "grandchild", parents=[child]), tmp_path / "y/grandchild.safetensors")
     collected = collect_tasks(
         [tmp_path / "x/a.safetensors", tmp_path / "y/grandchild.safetensors"],
         rename={tmp_path / "y/a.safetensors": "b"},
@@ -154,7 +154,7 @@ def test_a_child_that_does_not_say_which_of_two_parents_it_means_is_refused(tmp_
     for person, shift in (("x", 0.0), ("y", 0.3)):
         write_family(tmp_path / person, backbone, shift)
     child = tmp_path / "elsewhere/child.safetensors"
-    trained(backbone, "child", parents=["a"]).save(child)
+    save_task(trained(backbone, "child", parents=["a"]), child)
     files = [tmp_path / "x/a.safetensors", tmp_path / "y/a.safetensors", child]
     with pytest.raises(GraphError, match=r"extends 'a' without saying which of .*x/a.*y/a.*vit-memory task repin"):
         collect_tasks(files, rename={files[1]: "b"})
@@ -177,6 +177,6 @@ def test_renames_that_mean_nothing_are_refused(place, tmp_path):
 def test_a_file_beside_a_child_that_holds_another_task_is_not_its_parent(tmp_path):
     backbone = tiny_backbone()
     write_family(tmp_path, backbone)
-    trained(backbone, "other").save(tmp_path / "a.safetensors")
+    save_task(trained(backbone, "other"), tmp_path / "a.safetensors")
     with pytest.raises(GraphError, match=r"'child' extends 'a', which is neither given nor beside it.*task repin"):
         collect_tasks([tmp_path / "child.safetensors"])

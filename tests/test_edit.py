@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from builders import images, library_model, tiny_backbone, trained
 from data.test_sources import LABELS, pictures, write_folder
-from vit_memory import BackboneMismatch, Bundle, FileError, GraphError, MemoryViT, Task, load_backbone
+from vit_memory import BackboneMismatch, Bundle, FileError, GraphError, MemoryViT, load_backbone, load_task, save_task
 from vit_memory.cli import app
 from vit_memory.files import bundle as bundle_module
 from vit_memory.files import container, edit
@@ -53,13 +53,13 @@ def chain(tmp_path):
     tasks = [top, middle, trained(backbone, "bottom", parents=[middle]), loose]
     tasks.append(trained(backbone, "onloose", parents=[loose]))
     for task in tasks:
-        task.save(tmp_path / "tasks.d" / f"{task.name}.safetensors")
+        save_task(task, tmp_path / "tasks.d" / f"{task.name}.safetensors")
     return tmp_path / "tasks.d"
 
 
 def test_a_renamed_file_takes_the_place_of_the_old_one(tmp_path):
     task = trained(tiny_backbone(), "old")
-    task.save(tmp_path / "old.safetensors", half=True)
+    save_task(task, tmp_path / "old.safetensors", half=True)
     before = answers(tmp_path, "old")
     said = run("task", "rename", tmp_path / "old.safetensors", "new")
     assert said.exit_code == 0, said.exception
@@ -67,7 +67,7 @@ def test_a_renamed_file_takes_the_place_of_the_old_one(tmp_path):
     assert "old.safetensors is gone" in said.stdout
     assert names(tmp_path) == ["new.safetensors"]
     assert torch.equal(answers(tmp_path, "new"), before)
-    renamed = Task.load(tmp_path / "new.safetensors")
+    renamed = load_task(tmp_path / "new.safetensors")
     assert renamed.memory.dtype == torch.float16
     assert renamed.record.half_of == task.digest
 
@@ -77,7 +77,7 @@ def test_a_renamed_copy_leaves_the_old_file(chain):
     said = run("task", "rename", chain / "top.safetensors", "copy", "--out", chain / "copy.safetensors")
     assert said.exit_code == 0, said.exception
     assert "top.safetensors is kept" in said.stdout
-    assert Task.load(chain / "copy.safetensors").name == "copy"
+    assert load_task(chain / "copy.safetensors").name == "copy"
     (chain / "copy.safetensors").unlink()
     assert content(chain) == before
 
@@ -98,7 +98,7 @@ def test_what_a_rename_would_break_or_replace_is_refused_and_nothing_changes(cha
 def test_children_are_renamed_along_and_answer_as_before(chain):
     tasks = ("middle", "bottom", "loose", "onloose")
     before = {name: answers(chain, name) for name in tasks}
-    digests = {name: Task.load(chain / f"{name}.safetensors").digest for name in tasks}
+    digests = {name: load_task(chain / f"{name}.safetensors").digest for name in tasks}
     bottom = (chain / "bottom.safetensors").read_bytes()
     said = run("task", "rename", chain / "top.safetensors", "new", "--children")
     assert said.exit_code == 0, said.exception
@@ -106,7 +106,7 @@ def test_children_are_renamed_along_and_answer_as_before(chain):
     for name in tasks:
         assert torch.equal(answers(chain, name), before[name])
     assert (chain / "bottom.safetensors").read_bytes() == bottom
-    kept = {name for name in tasks if Task.load(chain / f"{name}.safetensors").digest == digests[name]}
+    kept = {name for name in tasks if load_task(chain / f"{name}.safetensors").digest == digests[name]}
     assert kept == {"middle", "bottom"}
     changed = [line for line in said.stdout.splitlines() if "its digest" in line]
     assert [line.partition(".safetensors: ")[0] for line in changed] == [str(chain / "loose"), str(chain / "onloose")]
@@ -116,7 +116,7 @@ def test_a_rename_cut_off_anywhere_leaves_every_child_a_parent(chain, monkeypatc
     (chain / "loose.safetensors").unlink()
     (chain / "onloose.safetensors").unlink()
     expected = answers(chain, "bottom")
-    honest = edit.write_task
+    honest = edit.save_task
     for lasts in range(2):
         left = iter(range(lasts))
 
@@ -124,7 +124,7 @@ def test_a_rename_cut_off_anywhere_leaves_every_child_a_parent(chain, monkeypatc
             next(left)  # StopIteration, as if the process ended here
             honest(task, path)
 
-        monkeypatch.setattr(edit, "write_task", cut_off)
+        monkeypatch.setattr(edit, "save_task", cut_off)
         with pytest.raises(StopIteration):
             edit.rename_file(chain / "top.safetensors", "new", children=True)
         assert torch.equal(answers(chain, "bottom"), expected)
@@ -136,7 +136,7 @@ def test_a_backbone_that_was_trained_with_a_task_is_renamed_along(tmp_path):
     (tmp_path / "backbone/preprocessor_config.json").write_text(json.dumps(PREPARED))
     backbone = load_backbone(tmp_path / "backbone")
     runs = tmp_path / "run"
-    trained(backbone, "whole", regime="full", labels=LABELS).save(runs / "whole.safetensors")
+    save_task(trained(backbone, "whole", regime="full", labels=LABELS), runs / "whole.safetensors")
     about = {"format": "vit-memory-backbone/1", "backbone": backbone.name, "task": "whole"}
     write_container(runs / "whole.backbone.safetensors", about, backbone.model.state_dict())
     assert run("task", "rename", runs / "whole.safetensors", "new").exit_code == 0
@@ -149,7 +149,7 @@ def test_a_backbone_that_was_trained_with_a_task_is_renamed_along(tmp_path):
 
 @pytest.fixture
 def bundle(chain, tmp_path):
-    bundle = Bundle.create(tmp_path / "zoo", tiny_backbone(), [Task.load(path) for path in sorted(chain.iterdir())])
+    bundle = Bundle.create(tmp_path / "zoo", tiny_backbone(), [load_task(path) for path in sorted(chain.iterdir())])
     assert [entry.name for entry in bundle.entries] == ["bottom", "loose", "middle", "onloose", "top"]
     return bundle
 
@@ -216,21 +216,21 @@ def test_a_file_of_a_bundle_is_changed_through_the_bundle(bundle, chain, monkeyp
 
 
 def retrain(path):
-    task = Task.load(path)
-    replace(task, memory=task.memory + 0.2).save(path)
-    return task.digest, Task.load(path).digest
+    task = load_task(path)
+    save_task(replace(task, memory=task.memory + 0.2), path)
+    return task.digest, load_task(path).digest
 
 
 def test_a_task_is_pinned_to_a_retrained_parent_only_on_purpose(chain):
     old, new = retrain(chain / "top.safetensors")
     with pytest.raises(GraphError, match=r"vit-memory task repin middle.safetensors top.safetensors"):
         answers(chain, "middle")
-    weights = Task.load(chain / "middle.safetensors")
+    weights = load_task(chain / "middle.safetensors")
     said = run("task", "repin", chain / "middle.safetensors", chain / "top.safetensors")
     assert said.exit_code == 0, said.exception
     assert f"parent 'top' was {old[:12]}…, is now {new[:12]}…" in said.stdout
     assert "'middle' was trained with another 'top'; its answers change" in said.stderr
-    middle = Task.load(chain / "middle.safetensors")
+    middle = load_task(chain / "middle.safetensors")
     assert middle.parent_digests == {"top": new}
     assert middle.record.recipe["repinned"] == {"top": old}
     assert torch.equal(middle.memory, weights.memory)
@@ -246,12 +246,12 @@ def test_a_task_is_pinned_to_a_retrained_parent_only_on_purpose(chain):
 
 def test_a_repinned_float16_task_is_no_longer_the_full_task_it_was(chain):
     middle = chain / "middle.safetensors"
-    Task.load(middle).save(middle, half=True)
+    save_task(load_task(middle), middle, half=True)
     assert torch.isfinite(answers(chain, "bottom")).all()  # pinned to the full one, which this is
     retrain(chain / "top.safetensors")
     said = run("task", "repin", middle, chain / "top.safetensors")
     assert "bottom.safetensors is pinned to 'middle' as it was before" in said.stderr
-    assert Task.load(middle).memory.dtype == torch.float16
+    assert load_task(middle).memory.dtype == torch.float16
     with pytest.raises(GraphError, match="'bottom' was trained on a task 'middle'"):
         answers(chain, "bottom")
 
@@ -293,6 +293,6 @@ def test_what_is_no_parent_is_not_pinned(chain, tmp_path):
     assert "holds a task 'bottom', which 'middle' does not extend; it extends top" in message
     twice = (chain / "top.safetensors", chain / "top.safetensors")
     assert "given for 'top' already" in refused(GraphError, "task", "repin", middle, *twice)
-    trained(tiny_backbone("dinov2"), "top").save(tmp_path / "top.safetensors")
+    save_task(trained(tiny_backbone("dinov2"), "top"), tmp_path / "top.safetensors")
     assert "stand on one backbone" in refused(BackboneMismatch, "task", "repin", middle, tmp_path / "top.safetensors")
     assert content(chain) == before

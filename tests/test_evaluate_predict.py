@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from builders import library_model, trained
 from data.test_sources import LABELS, pictures, write_folder
-from vit_memory import Bundle, MemoryViT, load_backbone
+from vit_memory import Bundle, MemoryViT, load_backbone, save_task
 from vit_memory.cli import app
 from vit_memory.data.images import ImageFiles
 from vit_memory.data.loading import Loader, default_workers
@@ -74,7 +74,7 @@ def place(tmp_path_factory):
     sizes = trained(backbone, "sizes", labels=("large", "small"))
     again = trained(backbone, "again", labels=LABELS[::-1], parents=[kinds])
     Bundle.create(root / "zoo", backbone, [kinds, sizes, again])
-    kinds.save(root / "kinds.safetensors")
+    save_task(kinds, root / "kinds.safetensors")
     write_folder(root / "photos", pictures(10))
     return root
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from builders import ROUNDING, images, library_model, tiny_backbone, worst
-from vit_memory import BackboneMismatch, Bundle, DamagedFile, FileError, MemoryViT, Task, UnsafeFile, load_backbone
+from vit_memory import BackboneMismatch, Bundle, DamagedFile, FileError, MemoryViT, UnsafeFile, load_backbone, load_task
 from vit_memory.cli import app
 from vit_memory.files.interop import _weights, import_reproduction
 
@@ -126,7 +126,7 @@ def test_the_command_writes_task_files_that_make_a_bundle(tmp_path):
     arguments = ["import", tmp_path / "Sun_model.pt", "--backbone", tmp_path / "vit", "--out", tmp_path / "tasks"]
     result = CliRunner().invoke(app, [str(a) for a in [*arguments, "--labels", tmp_path / "labels.txt"]])
     assert result.exit_code == 0, result.output
-    first, second = (Task.load(tmp_path / "tasks" / f"Sun-{t}.safetensors") for t in (1, 2))
+    first, second = (load_task(tmp_path / "tasks" / f"Sun-{t}.safetensors") for t in (1, 2))
     assert first.labels == tuple("abcdef")
     assert second.labels[:2] == ("class 0", "class 1")
     assert second.parents == ("Sun-1",)

@@ -21,9 +21,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 def inspect(files: TaskFiles, as_json: AsJson = False) -> None:
     """Show what task files hold: labels, backbone, size, parents, metrics."""
     from vit_memory.files.card import card, facts
-    from vit_memory.files.taskfile import read_task
+    from vit_memory.files.taskfile import load_task
 
-    tasks = [(path, read_task(path)) for path in files]
+    tasks = [(path, load_task(path)) for path in files]
     if as_json:
         typer.echo(json.dumps([facts(path, task) for path, task in tasks], indent=2, ensure_ascii=False))
     else:
@@ -45,11 +45,11 @@ def create(
     from vit_memory.files.bundle import Bundle
     from vit_memory.files.card import counted
     from vit_memory.files.collect import add_files
-    from vit_memory.files.taskfile import read_task
+    from vit_memory.files.taskfile import load_task
 
     if not files and backbone is None:
         raise typer.BadParameter("give task files, or --backbone for an empty bundle.")
-    identity = load_backbone(backbone).identity if backbone else read_task((files or [])[0]).backbone
+    identity = load_backbone(backbone).identity if backbone else load_task((files or [])[0]).backbone
     names = parse_rename(rename)
     bundle = add_files(Bundle.begin(folder, identity), files or [], half=half or None, rename=names)
     typer.echo(f"{folder}: {counted(len(bundle.entries), 'task')} for {bundle.backbone.name}")
@@ -143,12 +143,13 @@ def import_reproduction(
     """Turn a model file of the 2023 reproduction (transformers-learnable-memory) into task files."""
     from vit_memory.backbone import load_backbone
     from vit_memory.files import interop
+    from vit_memory.files.taskfile import save_task
 
     known = labels.read_text(encoding="utf-8").splitlines() if labels else None
     tasks = interop.import_reproduction(file, load_backbone(backbone), labels=known, name=name)
     for task in tasks:
         path = out / f"{task.name}.safetensors"
-        task.save(path)
+        save_task(task, path)
         typer.echo(
             f"{path}: {len(task.labels)} labels, {task.cells} cells, extends {', '.join(task.parents) or 'nothing'}"
         )

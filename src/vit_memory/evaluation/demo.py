@@ -20,6 +20,7 @@ from vit_memory.data.transforms import Evaluation
 from vit_memory.evaluation.metrics import AnyScores, score_task
 from vit_memory.evaluation.scenes import Scenes, draw_scenes
 from vit_memory.families import bundled
+from vit_memory.files.taskfile import save_task
 from vit_memory.graph import TaskGraph
 from vit_memory.model import MemoryViT
 from vit_memory.predictions import Prediction, predictions
@@ -164,7 +165,7 @@ def _learn(
     for found in sorted(result.settings, key=lambda found: -math.inf if found.score is None else found.score):
         best[found.task.regime] = found.task
     path = folder / f"{question.name}.safetensors"
-    best["memory"].save(path)
+    save_task(best["memory"], path)
     # A head reads nothing of its parents; alone, it needs none.
     head = replace(best["head"], parents=(), parent_digests={})
     return Learned(question, best["memory"], head, time.perf_counter() - began, path.stat().st_size)

@@ -21,7 +21,7 @@ from vit_memory.backbone import Backbone, BackboneIdentity, load_backbone
 from vit_memory.errors import BackboneMismatch, DamagedFile, FileError, GraphError, TaskError, UnsafeFile
 from vit_memory.files.atomic import write_atomic
 from vit_memory.files.container import parse_json
-from vit_memory.files.taskfile import check_format, read_task, write_task
+from vit_memory.files.taskfile import check_format, load_task, save_task
 from vit_memory.graph import TaskGraph, rename_tasks
 from vit_memory.model import MemoryViT
 from vit_memory.task import Task, check_name
@@ -93,7 +93,7 @@ class Bundle:
             known = ", ".join(entry.name for entry in self.entries) or "none"
             raise FileError(f"{self.folder}: no task {name!r} in this bundle. Tasks: {known}.")
         path = self.path(entry)
-        task = read_task(path)
+        task = load_task(path)
         _content(path, entry)
         if task.name != name or task.parents != entry.parents:
             raise DamagedFile(
@@ -105,7 +105,7 @@ class Bundle:
     def add(self, tasks: Sequence[Task], *, half: bool | None = None) -> "Bundle":
         """Put tasks trained apart side by side (concatenation), or on top of one another (extension); all or none.
 
-        `half` as in `Task.save`: by default, float16 tasks stay float16.
+        `half` as in `save_task`: by default, float16 tasks stay float16.
         """
         self._checked([*self.tasks(), *tasks])
         bundle = self
@@ -198,7 +198,7 @@ class Bundle:
         names = (f"{task.name}{ending}.safetensors" for ending in chain([""], (f".{i}" for i in count(1))))
         file = next(file for file in names if file.casefold() not in taken)
         path = self.folder / TASKS / file
-        write_task(task, path, half=half)
+        save_task(task, path, half=half)
         return Entry(task.name, file, _sha256(path), task.parents)
 
     def _with_plain_file_names(self) -> "Bundle":

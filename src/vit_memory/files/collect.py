@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vit_memory.errors import FileError, GraphError
 from vit_memory.files.bundle import Bundle, bundle_of
-from vit_memory.files.taskfile import describe, read_task
+from vit_memory.files.taskfile import describe, load_task
 from vit_memory.graph import has_digest, rename_tasks
 from vit_memory.task import Task, check_name
 
@@ -40,7 +40,7 @@ def collect_tasks(
             found.put(TaskFile(bundle.path(entry), bundle.task(entry.name)))
     for path in files:
         if path.resolve() not in found.files:
-            found.put(TaskFile(path, read_task(path)))
+            found.put(TaskFile(path, load_task(path)))
     parents: dict[Path, dict[str, Path]] = {}
     waiting = list(found.files)
     while waiting:
@@ -130,7 +130,7 @@ class _Found:
         path = child.path.with_name(f"{name}.safetensors")
         if path.resolve() in self.files or not path.exists():
             return None
-        task = read_task(path)
+        task = load_task(path)
         return TaskFile(path, task) if task.name == name else None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from vit_memory.errors import BackboneMismatch, FileError, GraphError
 from vit_memory.files.bundle import MANIFEST, bundle_of
 from vit_memory.files.container import read_container, read_format, write_container
-from vit_memory.files.taskfile import FORMAT, backbone_file, read_task, write_task
+from vit_memory.files.taskfile import FORMAT, backbone_file, load_task, save_task
 from vit_memory.graph import has_digest, rename_tasks
 from vit_memory.task import Task, check_name
 
@@ -38,7 +38,7 @@ def rename_file(path: Path, name: str, *, out: Path | None = None, children: boo
     renamed task is written there, and everything else stays.
     """
     check_name(name)
-    task = read_task(path)
+    task = load_task(path)
     target = path.with_name(f"{name}.safetensors") if out is None else out
     same_file = target.exists() and target.samefile(path)
     keeps_old = out is not None and not same_file
@@ -64,9 +64,9 @@ def rename_file(path: Path, name: str, *, out: Path | None = None, children: boo
     if task.regime == "full" and backbone_file(path).exists():
         about, weights = read_container(backbone_file(path))
         write_container(backbone_file(target), {**about, "task": name}, weights)
-    write_task(renamed[path], target)
+    save_task(renamed[path], target)
     for file in changed:
-        write_task(renamed[file], file)
+        save_task(renamed[file], file)
     if not keeps_old and not same_file:
         path.unlink()
         if task.regime == "full":
@@ -80,7 +80,7 @@ def repin_file(path: Path, parents: Sequence[Path], *, out: Path | None = None) 
 
     A parent is found by its name, or, where it was renamed since, by the digest that the task is pinned to.
     """
-    task = read_task(path)
+    task = load_task(path)
     target = path if out is None else out
     in_place = target.exists() and target.samefile(path)
     if target.exists() and not in_place:
@@ -94,7 +94,7 @@ def repin_file(path: Path, parents: Sequence[Path], *, out: Path | None = None) 
     names, pins = {name: name for name in task.parents}, dict(task.parent_digests)
     changed: list[Pin] = []
     for parent_path in parents:
-        parent = read_task(parent_path)
+        parent = load_task(parent_path)
         name = _name_of_parent(path, task, parent_path, parent)
         if name in {pin.parent for pin in changed}:
             raise GraphError(f"{parent_path}: another file is given for {name!r} already; nothing was changed.")
@@ -121,7 +121,7 @@ def repin_file(path: Path, parents: Sequence[Path], *, out: Path | None = None) 
         ),
     )
     if not in_place or after.digest != task.digest or after.parents != task.parents:
-        write_task(after, target)
+        save_task(after, target)
     return Change(target, task, after), changed
 
 
@@ -161,7 +161,7 @@ def _tasks_beside(path: Path) -> Iterator[tuple[Path, Task]]:
     for file in sorted(path.parent.glob("*.safetensors")):
         if file.resolve() != path.resolve() and (read_format(file) or "").startswith(f"{FORMAT}/"):
             try:
-                task = read_task(file)
+                task = load_task(file)
             except FileError:
                 continue
             yield file, task
