@@ -1,7 +1,11 @@
 """Bundles: tasks trained apart put side by side, kept whole, and refused when they do not fit."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +24,7 @@ from vit_memory import (
     save_task,
 )
 from vit_memory.cli import app
-from vit_memory.files import bundle as bundle_module
-from vit_memory.files import collect
+from vit_memory.files import collect, manifest
 
 
 def run(*arguments):
@@ -120,7 +123,7 @@ def test_refused_changes_leave_the_folder_as_it_was(diamond):
         diamond.remove(["top"])
     with pytest.raises(FileError, match="no task 'nobody' in this bundle. Tasks: top, left, right, bottom"):
         diamond.remove(["nobody"])
-    with pytest.raises(FileError, match="holds a bundle already"):
+    with pytest.raises(FileError, match="is a bundle already"):
         Bundle.create(diamond.folder, backbone)
     assert content(diamond.folder) == before
 
@@ -146,14 +149,14 @@ def test_removing_takes_the_file_too(diamond):
 
 
 def test_a_crash_between_file_and_manifest_leaves_the_old_bundle(diamond, monkeypatch):
-    honest = bundle_module.write_atomic
+    honest = manifest.write_atomic
 
     def crash(path, chunks):
         if path.name == "bundle.json":
             raise KeyboardInterrupt
         honest(path, chunks)
 
-    monkeypatch.setattr(bundle_module, "write_atomic", crash)
+    monkeypatch.setattr(manifest, "write_atomic", crash)
     with pytest.raises(KeyboardInterrupt):
         diamond.add([trained(tiny_backbone(), "late")])
     assert list(Bundle.open(diamond.folder).check()) == ["top", "left", "right", "bottom"]
@@ -203,7 +206,7 @@ def test_a_file_that_changes_while_a_bundle_is_copied_is_not_copied(diamond, tmp
         return graph
 
     monkeypatch.setattr(Bundle, "check", changed_meanwhile)
-    with pytest.raises(DamagedFile, match="left.safetensors: is not the file that bundle.json speaks of"):
+    with pytest.raises(DamagedFile, match="left.safetensors: is not the file that bundle.json lists"):
         diamond.save_pretrained(tmp_path / "copy")
     assert not (tmp_path / "copy" / "bundle.json").exists()
 
@@ -242,7 +245,7 @@ def test_files_that_were_swapped_or_damaged_are_found(diamond):
     left, right = (diamond.folder / "tasks" / f"{name}.safetensors" for name in ("left", "right"))
     whole = left.read_bytes()
     left.write_bytes(right.read_bytes())
-    with pytest.raises(DamagedFile, match="is not the file that bundle.json speaks of"):
+    with pytest.raises(DamagedFile, match="is not the file that bundle.json lists"):
         diamond.check()
     left.write_bytes(whole[:-3])
     with pytest.raises(DamagedFile, match="does not match its checksum"):
@@ -250,7 +253,7 @@ def test_files_that_were_swapped_or_damaged_are_found(diamond):
     left.unlink()
     with pytest.raises(FileError, match="no such file"):
         diamond.check()
-    with pytest.raises(FileError, match="no bundle here"):
+    with pytest.raises(FileError, match="not a bundle, it has no bundle.json. Create one"):
         Bundle.open(diamond.folder / "tasks")
 
 
@@ -268,3 +271,83 @@ def test_graph_shapes_survive_a_bundle(tmp_path):
         bundle = Bundle.create(tmp_path / name, backbone, tasks)
         here, there = MemoryViT(backbone, tasks)(images()), bundle.model(backbone)(images())
         assert all(torch.equal(here[task], there[task]) for task in here)
+
+
+INTERRUPTED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)  # so that a forked child can use it
+sys.path.insert(0, {tests!r})
+from builders import tiny_backbone, trained
+from vit_memory import Bundle
+from vit_memory.files import bundle, container, manifest
+
+root, backbone, honest = Path(sys.argv[1]), tiny_backbone(), manifest.write_atomic
+tasks = [trained(backbone, name) for name in ("a", "b", "c")]
+source = Bundle.create(root / "source", backbone, tasks)
+WAYS = {{
+    "create": lambda folder: Bundle.create(folder, backbone, tasks),
+    "copy": lambda folder: source.save_pretrained(folder),
+}}
+
+
+def run(way, folder, writes):
+    def write(path, chunks, left=iter(range(writes))):
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        honest(path, chunks)
+
+    for module in (bundle, container, manifest):
+        module.write_atomic = write
+    WAYS[way](folder)
+
+
+kills = 0
+for way in WAYS:
+    for exists in (False, True):
+        for writes in range(5):
+            folder = root / f"{{way}}-{{exists}}-{{writes}}"
+            if exists:
+                folder.mkdir()
+            child = os.fork()
+            if not child:
+                run(way, folder, writes)
+                os._exit(0)
+            killed = os.waitpid(child, 0)[1] != 0
+            assert killed == (writes < 4)
+            assert killed == (not (folder / "bundle.json").exists())
+            if killed:
+                kills += 1
+                visible = [path.name for path in folder.glob("*") if not path.name.startswith(".")]
+                assert folder.exists() == exists and not visible, visible
+                WAYS[way](folder)
+            assert list(Bundle.open(folder).check()) == ["a", "b", "c"]
+print(kills)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked writers")
+def test_a_killed_create_or_copy_leaves_no_bundle_and_can_be_run_again(tmp_path):
+    script = INTERRUPTED.format(tests=str(Path(__file__).parent))
+    result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "16\n", "three task files and the manifest, two ways, new and empty folders"
+
+
+def test_a_bundle_is_created_in_an_empty_folder_in_use(tmp_path, monkeypatch):
+    """The folder itself stays: it may be a working directory or a mounted disk."""
+    monkeypatch.chdir(tmp_path)
+    backbone = tiny_backbone()
+    before = tmp_path.stat().st_ino
+    Bundle.create(".", backbone, [trained(backbone, "birds")])
+    assert tmp_path.stat().st_ino == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle.json", "tasks"]
+    with pytest.raises(FileError, match="is not an empty folder"):
+        Bundle.create("tasks", backbone)
+
+
+def test_task_files_without_a_manifest_are_explained(diamond):
+    (diamond.folder / "bundle.json").unlink()
+    with pytest.raises(FileError, match="it has no bundle.json. Its tasks/ may be left of an interrupted copy"):
+        Bundle.open(diamond.folder)

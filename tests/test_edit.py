@@ -12,7 +12,7 @@ from data.test_sources import LABELS, pictures, write_folder
 from vit_memory import BackboneMismatch, Bundle, FileError, GraphError, MemoryViT, load_backbone, load_task, save_task
 from vit_memory.cli import app
 from vit_memory.files import bundle as bundle_module
-from vit_memory.files import container, edit
+from vit_memory.files import container, edit, manifest
 from vit_memory.files.collect import collect_tasks
 from vit_memory.files.container import read_container, write_container
 
@@ -184,6 +184,7 @@ def test_a_bundle_rename_cut_off_anywhere_leaves_the_old_bundle_or_the_new_one(b
 
         monkeypatch.setattr(bundle_module, "write_atomic", cut_off)
         monkeypatch.setattr(container, "write_atomic", cut_off)
+        monkeypatch.setattr(manifest, "write_atomic", cut_off)
         try:
             Bundle.open(bundle.folder).rename("top", "new")
             finished = True
@@ -294,5 +295,5 @@ def test_what_is_no_parent_is_not_pinned(chain, tmp_path):
     twice = (chain / "top.safetensors", chain / "top.safetensors")
     assert "given for 'top' already" in refused(GraphError, "task", "repin", middle, *twice)
     save_task(trained(tiny_backbone("dinov2"), "top"), tmp_path / "top.safetensors")
-    assert "stand on one backbone" in refused(BackboneMismatch, "task", "repin", middle, tmp_path / "top.safetensors")
+    assert "need the same backbone" in refused(BackboneMismatch, "task", "repin", middle, tmp_path / "top.safetensors")
     assert content(chain) == before

@@ -14,7 +14,7 @@ from vit_memory import Bundle, DamagedFile, FileError
 
 hub_library = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
 
-from vit_memory.files import hub  # noqa: E402
+from vit_memory.files import sharing  # noqa: E402
 
 COMMIT = "c" * 40
 
@@ -113,12 +113,12 @@ def bundle(tmp_path):
 
 
 def test_what_is_pushed_comes_back_the_same(stub, bundle, tmp_path):
-    address = hub.push(bundle, "user/repo", endpoint=stub.address, token="secret")
+    address = sharing.push(bundle, "user/repo", endpoint=stub.address, token="secret")
     assert address == f"{stub.address}/user/repo/commit/{COMMIT}"
     assert stub.commits == 1, "one commit, so that nobody pulls half a bundle"
     assert stub.tokens == {"Bearer secret"}
     assert sorted(stub.files) == ["README.md", "bundle.json", "tasks/coarse.safetensors", "tasks/fine.safetensors"]
-    pulled = hub.pull("user/repo", out=tmp_path / "pulled", endpoint=stub.address)
+    pulled = sharing.pull("user/repo", out=tmp_path / "pulled", endpoint=stub.address)
     assert pulled.folder == tmp_path / "pulled"
     for name in ("bundle.json", "tasks/coarse.safetensors", "tasks/fine.safetensors"):
         assert (pulled.folder / name).read_bytes() == (bundle.folder / name).read_bytes(), name
@@ -129,7 +129,7 @@ def test_what_is_pushed_comes_back_the_same(stub, bundle, tmp_path):
 
 
 def test_the_card_is_written_from_the_bundle(stub, bundle):
-    hub.push(bundle, "user/repo", endpoint=stub.address, token="secret")
+    sharing.push(bundle, "user/repo", endpoint=stub.address, token="secret")
     card = stub.files["README.md"].decode()
     assert card.startswith("---\nlibrary_name: vit-memory\n")
     assert 'bundle = Bundle.from_pretrained("user/repo")' in card
@@ -138,25 +138,25 @@ def test_the_card_is_written_from_the_bundle(stub, bundle):
 
 
 def test_a_damaged_bundle_is_neither_pushed_nor_pulled(stub, bundle, tmp_path):
-    hub.push(bundle, "user/repo", endpoint=stub.address, token="secret")
+    sharing.push(bundle, "user/repo", endpoint=stub.address, token="secret")
     content = stub.files["tasks/fine.safetensors"]
     stub.files["tasks/fine.safetensors"] = content[:-1] + bytes([content[-1] ^ 1])
     with pytest.raises(DamagedFile, match="does not match its checksum"):
-        hub.pull("user/repo", out=tmp_path / "pulled", endpoint=stub.address)
+        sharing.pull("user/repo", out=tmp_path / "pulled", endpoint=stub.address)
     assert not (tmp_path / "pulled").exists()
     path = bundle.folder / "tasks" / "fine.safetensors"
     path.write_bytes(stub.files["tasks/fine.safetensors"])
     with pytest.raises(DamagedFile):
-        hub.push(bundle, "user/repo", endpoint=stub.address, token="secret")
+        sharing.push(bundle, "user/repo", endpoint=stub.address, token="secret")
     assert stub.commits == 1
 
 
 def test_what_the_hub_refuses_is_told(stub, bundle, tmp_path):
-    with pytest.raises(FileError, match=r"user/forbidden: cannot be pushed, the hub says: .*403"):
-        hub.push(bundle, "user/forbidden", endpoint=stub.address, token="secret")
-    with pytest.raises(FileError, match="user/nothing: cannot be pulled, the hub says"):
-        hub.pull("user/nothing", endpoint=stub.address)
+    with pytest.raises(FileError, match=r"user/forbidden: cannot be pushed to the hub: .*403"):
+        sharing.push(bundle, "user/forbidden", endpoint=stub.address, token="secret")
+    with pytest.raises(FileError, match="user/nothing: cannot be pulled from the hub"):
+        sharing.pull("user/nothing", endpoint=stub.address)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(FileError, match="is not an empty folder"):
-        hub.pull("user/repo", out=tmp_path / "full", endpoint=stub.address)
+        sharing.pull("user/repo", out=tmp_path / "full", endpoint=stub.address)

@@ -160,7 +160,7 @@ def test_a_pickle_that_wants_to_run_code_is_refused_and_said_so(tmp_path, monkey
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.pop("vit.embeddings.cls_tokens.0") is None, "no model of the 2023 reproduction"),
+        (lambda s: s.pop("vit.embeddings.cls_tokens.0") is None, "not a model of the 2023 reproduction"),
         (lambda s: [s.pop(f"classifiers.1.{k}") for k in ("weight", "bias")], "no task was added"),
         (lambda s: s.pop("vit.encoder.layer.0.attention.attention.attention_mask") is None, "attention mask is None"),
         (lambda s: s["vit.encoder.layer.1.attention.attention.attention_mask"].zero_(), "masks of the blocks differ"),

@@ -221,14 +221,15 @@ def test_a_killed_writer_leaves_the_old_file_or_the_new_one(tmp_path):
     assert files > 1, "kills did fall inside writes"
 
 
-def test_a_card_tells_what_matters(tmp_path):
+def test_a_card_lists_labels_size_and_metrics(tmp_path):
     path = tmp_path / "birds.safetensors"
     task = replace(vit_b_task(), record=TaskRecord(metrics={"accuracy": 0.9}))
     save_task(task, path)
     text = card(path, task)
     for part in (
         "birds",
-        "single-label: label 0",
+        "single-label",
+        "label 0, label 1",
         "100 in all",
         "5 cells in each of 12 blocks",
         "123 748",

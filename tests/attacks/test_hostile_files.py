@@ -85,14 +85,14 @@ RECIPES = {
     "longer than it says": (lambda c: c + b"\0", DamagedFile, "does not match its checksum"),
     "one bit flipped": (lambda c: c[:-5] + bytes([c[-5] ^ 1]) + c[-4:], DamagedFile, "does not match its checksum"),
     "oversized header": (lambda c: struct.pack("<Q", 2**62) + c[8:], DamagedFile, r"header claims 4611686018427387904"),
-    "no JSON": (lambda c: sealed("{'a'", b""), DamagedFile, "header is no JSON"),
-    "a list": (lambda c: sealed("[1]", b""), DamagedFile, "no JSON object"),
-    "deep nesting": (lambda c: sealed("[" * 5000, b""), DamagedFile, "more than its data could mean"),
-    "many items": (lambda c: sealed("[" + "0," * 100_000 + "0]", b""), DamagedFile, "more than its data could mean"),
+    "no JSON": (lambda c: sealed("{'a'", b""), DamagedFile, "header is not valid JSON"),
+    "a list": (lambda c: sealed("[1]", b""), DamagedFile, "not a JSON object"),
+    "deep nesting": (lambda c: sealed("[" * 5000, b""), DamagedFile, "more than its data justifies"),
+    "many items": (lambda c: sealed("[" + "0," * 100_000 + "0]", b""), DamagedFile, "more than its data justifies"),
     "no metadata": (lambda c: sealed("{}", b""), DamagedFile, "no metadata of texts"),
     "no checksum": (with_header(lambda h: '{"__metadata__":{"format":"vit-memory-task/1"}}'), DamagedFile, "checksum"),
-    "a pickle": (lambda c: pickle.dumps(RunsCode()), UnsafeFile, "could run code: not opened"),
-    "a zip": (lambda c: b"PK\x03\x04" + c, UnsafeFile, "could run code: not opened"),
+    "a pickle": (lambda c: pickle.dumps(RunsCode()), UnsafeFile, "could run code; not opened"),
+    "a zip": (lambda c: b"PK\x03\x04" + c, UnsafeFile, "could run code; not opened"),
     "duplicate key": (
         lambda c: sealed(f'{{"__metadata__":{{"sha256":"{ZEROS}"}},"a":1,"a":2}}', b""),
         DamagedFile,
@@ -128,13 +128,13 @@ RECIPES = {
     "negative shape": (
         with_header(lambda h: h["memory"].update(shape=[-3, -4, 32])),
         DamagedFile,
-        "no shape or place",
+        "not a valid shape",
     ),
     "huge shape": (with_header(lambda h: h["memory"].update(shape=[2**39, 4, 32])), DamagedFile, "bytes expected at"),
     "true as a size": (
         with_header(lambda h: h["memory"].update(shape=[True, 12, 32])),
         DamagedFile,
-        "no shape or place",
+        "not a valid shape",
     ),
     "overlap": (
         with_header(lambda h: h["memory"].update(data_offsets=[0, 1536])),
@@ -149,12 +149,12 @@ RECIPES = {
     "missing tensor": (
         with_header(lambda h: {k: v for k, v in h.items() if k != "memory"}),
         DamagedFile,
-        "that nothing describes",
+        "are not described",
     ),
     "other fields": (
         with_header(lambda h: h["memory"].update(code="x")),
         DamagedFile,
-        "described by other than",
+        "expected the fields dtype",
     ),
     "no description": (with_header(lambda h: h["__metadata__"].pop("task") and None), DamagedFile, "is not valid JSON"),
     "broken description": (with_task(lambda t: "{"), DamagedFile, "description is not valid JSON"),
@@ -180,7 +180,7 @@ RECIPES = {
     "unknown regime": (with_task(lambda t: t.update(regime="exec")), DamagedFile, "regime 'exec' is none of"),
     "another width": (with_task(lambda t: t["backbone"].update(width=64)), DamagedFile, r"expected \(3, 64\)"),
     "width of another type": (with_task(lambda t: t["backbone"].update(width="32")), DamagedFile, "backbone sizes"),
-    "not a number": (with_task(lambda t: '{"metrics": NaN}'), DamagedFile, "NaN is no JSON"),
+    "not a number": (with_task(lambda t: '{"metrics": NaN}'), DamagedFile, "NaN is not valid JSON"),
 }
 
 

@@ -97,8 +97,9 @@ def rename_task(
 @bundle_app.command("list")
 def list_tasks(folder: BundleFolder, as_json: AsJson = False) -> None:
     """List a bundle's tasks."""
-    from vit_memory.files.bundle import TASKS, Bundle
+    from vit_memory.files.bundle import Bundle
     from vit_memory.files.card import counted, facts
+    from vit_memory.files.manifest import TASKS
 
     bundle = Bundle.open(folder)
     told = [facts(folder / TASKS / entry.file, bundle.task(entry.name)) for entry in bundle.entries]
@@ -161,10 +162,10 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
 ) -> None:
     """Put a bundle on the Hugging Face hub, with a model card written from it."""
-    from vit_memory.files import hub
+    from vit_memory.files import sharing
     from vit_memory.files.bundle import Bundle
 
-    typer.echo(hub.push(Bundle.open(folder), repo, private=private))
+    typer.echo(sharing.push(Bundle.open(folder), repo, private=private))
 
 
 def pull(
@@ -173,8 +174,8 @@ def pull(
     revision: Annotated[str | None, typer.Option(help="A branch, tag or commit.")] = None,
 ) -> None:
     """Fetch a bundle from the Hugging Face hub and check it."""
-    from vit_memory.files import hub
+    from vit_memory.files import sharing
     from vit_memory.files.card import counted
 
-    bundle = hub.pull(repo, out=out or Path(repo.split("/")[-1]), revision=revision)
+    bundle = sharing.pull(repo, out=out or Path(repo.split("/")[-1]), revision=revision)
     typer.echo(f"{bundle.folder}: {counted(len(bundle.entries), 'task')} for {bundle.backbone.name}")
