@@ -22,7 +22,9 @@ from vit_memory.cli import app
 from vit_memory.data.images import ImageArray
 from vit_memory.data.splits import Split
 from vit_memory.errors import BackboneMismatch, TaskError, TrainingError
-from vit_memory.evaluation.metrics import score, score_labels, score_values
+from vit_memory.evaluation.metrics.multi_label import score_multi_label
+from vit_memory.evaluation.metrics.regression import score_regression
+from vit_memory.evaluation.metrics.single_label import score_single_label
 from vit_memory.predictions import predictions
 from vit_memory.ranking import average_precision, best_thresholds
 from vit_memory.reference import dense_forward
@@ -318,7 +320,7 @@ def test_multi_label_scores_are_those_of_scikit_learn(n, labels, seed, ties):
     logits = rng.normal(size=(n, labels))
     logits = np.round(logits) if ties else logits
     truth = (rng.random((n, labels)) < 0.4).astype(np.float64)
-    found = score_labels(torch.from_numpy(logits), torch.from_numpy(truth), [str(i) for i in range(labels)])
+    found = score_multi_label(torch.from_numpy(logits), torch.from_numpy(truth), [str(i) for i in range(labels)])
     answered = (logits >= 0).astype(int)
     shown = truth.any(0)
     if shown.any():
@@ -354,7 +356,7 @@ def test_regression_scores_are_those_of_scikit_learn_and_their_intervals_hold_th
     rng = np.random.default_rng(seed)
     truth = rng.normal(100, 5, (n, 2))
     answers = truth + rng.normal(0, 2, (n, 2))
-    found = score_values(torch.from_numpy(answers), torch.from_numpy(truth), ["a", "b"])
+    found = score_regression(torch.from_numpy(answers), torch.from_numpy(truth), ["a", "b"])
     for i, one in enumerate(found.per_value.values()):
         assert one.mae == pytest.approx(sklearn.mean_absolute_error(truth[:, i], answers[:, i]))
         assert one.rmse == pytest.approx(math.sqrt(sklearn.mean_squared_error(truth[:, i], answers[:, i])))
@@ -365,7 +367,7 @@ def test_regression_scores_are_those_of_scikit_learn_and_their_intervals_hold_th
 def test_macro_f1_and_balanced_accuracy_stand_beside_accuracy():
     logits = torch.tensor([[2.0, 0, 0]] * 8 + [[0, 2.0, 0]] * 2)
     truth = torch.tensor([0] * 7 + [1] * 3)
-    found = score(logits, truth, "abc")
+    found = score_single_label(logits, truth, "abc")
     assert found.balanced_accuracy == pytest.approx(sklearn.balanced_accuracy_score(truth, logits.argmax(1)))
     assert found.macro_f1 == pytest.approx(sklearn.f1_score(truth, logits.argmax(1), average="macro"))
 

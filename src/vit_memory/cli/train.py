@@ -18,8 +18,8 @@ from vit_memory.cli.data import (
     Source,
     TaskKind,
     column_names,
-    looked_at,
     page,
+    summarise_images,
 )
 from vit_memory.cli.progress import Meter, score_text, show_log, stopping
 
@@ -189,7 +189,7 @@ def train(
         kind=kind.value,
         seed=seed,
     )
-    summary = looked_at(dataset)
+    summary = summarise_images(dataset)
     typer.echo(page(summary) + "\n", err=True)
     if summary.bad and on_bad_image == "fail":
         bad, reason = next(iter(summary.bad.items()))
