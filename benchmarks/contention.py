@@ -28,7 +28,7 @@ from benchmarks.measure import write
 from vit_memory import Backbone, MemoryViT, Recipe, fit, load_backbone, new_task, open_data
 from vit_memory.data.loading import default_workers
 from vit_memory.data.sources import Dataset
-from vit_memory.evaluation.answering import predict
+from vit_memory.evaluation.inference import predict
 from vit_memory.training.cache import Cache
 from vit_memory.training.loop import Progress
 

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.measure import commit, write
 from vit_memory import Backbone, MemoryViT, Recipe, fit, load_backbone, open_data
 from vit_memory.data.loading import default_workers
-from vit_memory.evaluation.answering import evaluate
+from vit_memory.evaluation.inference import evaluate
 from vit_memory.training.cache import Cache
 from vit_memory.training.runs import Grid
 
@@ -43,7 +43,7 @@ def train(backbone: Backbone, pack: str, grid: Grid, recipe: Recipe, size: int, 
     return {
         name: {
             "validation": accuracy,
-            "test": scores[name.replace(" ", "-")].top1,
+            "test": scores[name.replace(" ", "-")].accuracy,
             "rate": found.setting.learning_rate,
             "images": len(learn),
             "test_images": scores[name.replace(" ", "-")].images,

@@ -25,7 +25,7 @@ from benchmarks.measure import commit, kept_rows, write
 from vit_memory import Backbone, MemoryViT, Recipe, fit, load_backbone, open_data
 from vit_memory.data.loading import default_workers
 from vit_memory.data.sources import Dataset
-from vit_memory.evaluation.answering import evaluate
+from vit_memory.evaluation.inference import evaluate
 from vit_memory.evaluation.metrics import MultiLabelScores, RegressionScores
 from vit_memory.task import Task
 from vit_memory.training.runs import Grid

@@ -23,7 +23,7 @@ from vit_memory import Backbone, load_backbone
 from vit_memory.data.loading import Loader
 from vit_memory.data.sources import open_data
 from vit_memory.data.transforms import Evaluation
-from vit_memory.evaluation.metrics import wilson
+from vit_memory.evaluation.metrics.intervals import wilson_interval
 from vit_memory.families.bundled import PREPROCESSING, BundledViT
 
 HELD_OUT = ("flowers30", "aid30", "trashnet6", "signdigits10", "brainmri4")
@@ -112,7 +112,7 @@ def main() -> None:
             "untrained": probe(dataset, features(dataset, lambda images: random.model(images)[:, 0])),
             "token": token,
             "tokens": probe(dataset, tokens),
-            "interval": wilson(token, len(dataset.test)),
+            "interval": wilson_interval(token, len(dataset.test)),
         }
         print(table([row]).splitlines()[-1], flush=True)
         rows.append(row)

@@ -1,17 +1,30 @@
-"""Bundles: tasks trained apart put side by side, kept whole, and refused when they do not fit."""
+"""Bundles: tasks of one backbone in a folder, whole or absent, refused if they do not fit together."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from builders import graph_shapes, images, library_model, tiny_backbone, trained
-from vit_memory import BackboneMismatch, Bundle, DamagedFile, FileError, GraphError, MemoryViT, NewerFormat, UnsafeFile
+from vit_memory import (
+    BackboneMismatch,
+    Bundle,
+    DamagedFile,
+    FileError,
+    GraphError,
+    MemoryViT,
+    NewerFormat,
+    UnsafeFile,
+    save_task,
+)
 from vit_memory.cli import app
-from vit_memory.files import bundle as bundle_module
-from vit_memory.files import collect
+from vit_memory.files import collect, manifest
 
 
 def run(*arguments):
@@ -35,7 +48,7 @@ def diamond(tmp_path):
     return Bundle.create(tmp_path / "bundle", backbone, pinned_diamond(backbone))
 
 
-def test_a_bundle_answers_as_the_tasks_it_was_made_from(diamond):
+def test_a_bundle_gives_the_outputs_of_its_tasks(diamond):
     backbone = tiny_backbone()
     direct = MemoryViT(backbone, pinned_diamond(backbone))(images())
     bundled = Bundle.open(diamond.folder).model(backbone)(images())
@@ -46,9 +59,9 @@ def test_a_bundle_answers_as_the_tasks_it_was_made_from(diamond):
 def test_concatenating_separately_trained_tasks_is_adding_their_files(tmp_path):
     backbone = tiny_backbone()
     for task in (trained(backbone, "birds"), trained(backbone, "boats", cells=2)):
-        task.save(tmp_path / f"{task.name}.safetensors")
-    made = run("bundle", "create", tmp_path / "both", tmp_path / "birds.safetensors")
-    assert made.exit_code == 0, made.output
+        save_task(task, tmp_path / f"{task.name}.safetensors")
+    created = run("bundle", "create", tmp_path / "both", tmp_path / "birds.safetensors")
+    assert created.exit_code == 0, created.output
     added = run("bundle", "add", tmp_path / "both", tmp_path / "boats.safetensors")
     assert added.exit_code == 0, added.output
     assert "added boats" in added.stdout
@@ -61,24 +74,24 @@ def test_concatenating_separately_trained_tasks_is_adding_their_files(tmp_path):
     assert run("bundle", "check", tmp_path / "both").exit_code == 0
 
 
-def test_the_whole_way_through_the_commands_with_a_backbone_folder(tmp_path):
+def test_create_add_check_and_inspect_work_with_a_backbone_folder(tmp_path):
     library_model("vit")[1].save_pretrained(tmp_path / "vit")
     assert run("bundle", "create", tmp_path / "b", "--backbone", tmp_path / "vit").exit_code == 0
-    trained(tiny_backbone(), "birds").save(tmp_path / "birds.safetensors")
+    save_task(trained(tiny_backbone(), "birds"), tmp_path / "birds.safetensors")
     assert run("bundle", "add", tmp_path / "b", tmp_path / "birds.safetensors").exit_code == 0
     assert run("bundle", "check", tmp_path / "b", "--backbone", tmp_path / "vit").exit_code == 0
     assert list(Bundle.from_pretrained(tmp_path / "b").model()(images())) == ["birds"], "the reference is enough"
     shown = run("inspect", tmp_path / "birds.safetensors", tmp_path / "b" / "tasks" / "birds.safetensors")
     assert shown.stdout.count("5 cells in each of 3 blocks") == 2
-    told = json.loads(run("inspect", tmp_path / "birds.safetensors", "--json").stdout)
-    assert told[0]["backbone"]["fingerprint"] == tiny_backbone().fingerprint
+    tasks = json.loads(run("inspect", tmp_path / "birds.safetensors", "--json").stdout)
+    assert tasks[0]["backbone"]["fingerprint"] == tiny_backbone().fingerprint
     assert run("bundle", "create", tmp_path / "none").exit_code == 2
 
 
-def test_a_task_brings_its_parents_along_or_says_which_are_missing(tmp_path, diamond):
+def test_parents_are_added_with_a_task_or_named_if_missing(tmp_path, diamond):
     folder = tmp_path / "files"
     for task in diamond.tasks():
-        task.save(folder / f"{task.name}.safetensors")
+        save_task(task, folder / f"{task.name}.safetensors")
     bundle = collect.add_files(Bundle.create(tmp_path / "new", diamond.backbone), [folder / "bottom.safetensors"])
     assert sorted(entry.name for entry in bundle.entries) == ["bottom", "left", "right", "top"]
     (folder / "right.safetensors").unlink()
@@ -86,7 +99,7 @@ def test_a_task_brings_its_parents_along_or_says_which_are_missing(tmp_path, dia
     result = CliRunner().invoke(app, ["bundle", "create", str(tmp_path / "other"), str(folder / "bottom.safetensors")])
     assert isinstance(result.exception, GraphError)
     assert "task 'bottom' extends 'right', which is neither given nor beside it" in str(result.exception)
-    assert list(tmp_path.iterdir()) == before, "nothing half-made is left"
+    assert list(tmp_path.iterdir()) == before, "nothing is left"
 
 
 def test_a_task_of_another_backbone_is_refused_with_both_fingerprints(diamond):
@@ -110,7 +123,7 @@ def test_refused_changes_leave_the_folder_as_it_was(diamond):
         diamond.remove(["top"])
     with pytest.raises(FileError, match="no task 'nobody' in this bundle. Tasks: top, left, right, bottom"):
         diamond.remove(["nobody"])
-    with pytest.raises(FileError, match="holds a bundle already"):
+    with pytest.raises(FileError, match="is a bundle already"):
         Bundle.create(diamond.folder, backbone)
     assert content(diamond.folder) == before
 
@@ -125,7 +138,7 @@ def test_a_retrained_parent_is_not_mistaken_for_the_one_a_task_was_trained_on(tm
     assert not (tmp_path / "bundle").exists()
 
 
-def test_removing_takes_the_file_too(diamond):
+def test_removing_a_task_deletes_its_file(diamond):
     after = diamond.remove(["bottom", "left"])
     assert [entry.name for entry in Bundle.open(diamond.folder).entries] == ["top", "right"]
     assert sorted(path.name for path in (diamond.folder / "tasks").iterdir()) == [
@@ -136,14 +149,14 @@ def test_removing_takes_the_file_too(diamond):
 
 
 def test_a_crash_between_file_and_manifest_leaves_the_old_bundle(diamond, monkeypatch):
-    honest = bundle_module.write_atomic
+    write_atomic = manifest.write_atomic
 
     def crash(path, chunks):
         if path.name == "bundle.json":
             raise KeyboardInterrupt
-        honest(path, chunks)
+        write_atomic(path, chunks)
 
-    monkeypatch.setattr(bundle_module, "write_atomic", crash)
+    monkeypatch.setattr(manifest, "write_atomic", crash)
     with pytest.raises(KeyboardInterrupt):
         diamond.add([trained(tiny_backbone(), "late")])
     assert list(Bundle.open(diamond.folder).check()) == ["top", "left", "right", "bottom"]
@@ -159,12 +172,12 @@ def test_save_pretrained_and_from_pretrained_keep_every_byte(diamond, tmp_path):
     assert copied.task("late").memory.dtype == torch.float16
 
 
-def test_no_file_of_a_bundle_is_written_over(tmp_path):
+def test_no_file_of_a_bundle_is_overwritten(tmp_path):
     backbone = tiny_backbone()
     bundle = Bundle.create(tmp_path / "bundle", backbone, [trained(backbone, "first")])
     tasks = bundle.folder / "tasks"
     (tasks / "first.safetensors").rename(tasks / "a.safetensors")
-    edited(bundle, lambda told: told["tasks"][0].update(file="a.safetensors"))
+    edited(bundle, lambda content: content["tasks"][0].update(file="a.safetensors"))
     bundle = Bundle.open(bundle.folder).add([trained(backbone, name) for name in ("a", "a.1", "A")])
     assert list(bundle.check()) == ["first", "a", "a.1", "A"]
     assert len({entry.file.casefold() for entry in bundle.entries}) == 4
@@ -172,37 +185,37 @@ def test_no_file_of_a_bundle_is_written_over(tmp_path):
 
 def test_a_bundle_keeps_the_precision_of_the_files_it_is_given(tmp_path):
     backbone = tiny_backbone()
-    trained(backbone, "half").save(tmp_path / "half.safetensors", half=True)
-    trained(backbone, "full").save(tmp_path / "full.safetensors")
+    save_task(trained(backbone, "half"), tmp_path / "half.safetensors", half=True)
+    save_task(trained(backbone, "full"), tmp_path / "full.safetensors")
     assert run("bundle", "create", tmp_path / "kept", tmp_path / "half.safetensors").exit_code == 0
     assert run("bundle", "add", tmp_path / "kept", tmp_path / "full.safetensors").exit_code == 0
     for name in ("half", "full"):
-        given = (tmp_path / f"{name}.safetensors").read_bytes()
-        assert (tmp_path / "kept" / "tasks" / f"{name}.safetensors").read_bytes() == given
+        original = (tmp_path / f"{name}.safetensors").read_bytes()
+        assert (tmp_path / "kept" / "tasks" / f"{name}.safetensors").read_bytes() == original
     assert run("bundle", "create", tmp_path / "small", tmp_path / "full.safetensors", "--half").exit_code == 0
     assert Bundle.open(tmp_path / "small").task("full").memory.dtype == torch.float16
 
 
 def test_a_file_that_changes_while_a_bundle_is_copied_is_not_copied(diamond, tmp_path, monkeypatch):
-    honest = Bundle.check
+    check = Bundle.check
 
     def changed_meanwhile(bundle):
-        graph = honest(bundle)
+        graph = check(bundle)
         left, right = (bundle.folder / "tasks" / f"{name}.safetensors" for name in ("left", "right"))
         left.write_bytes(right.read_bytes())
         return graph
 
     monkeypatch.setattr(Bundle, "check", changed_meanwhile)
-    with pytest.raises(DamagedFile, match="left.safetensors: is not the file that bundle.json speaks of"):
+    with pytest.raises(DamagedFile, match="left.safetensors: is not the file that bundle.json lists"):
         diamond.save_pretrained(tmp_path / "copy")
     assert not (tmp_path / "copy" / "bundle.json").exists()
 
 
 def edited(bundle, change):
     manifest = bundle.folder / "bundle.json"
-    told = json.loads(manifest.read_text())
-    changed = change(told)
-    manifest.write_text(json.dumps(told if changed is None else changed))
+    content = json.loads(manifest.read_text())
+    changed = change(content)
+    manifest.write_text(json.dumps(content if changed is None else changed))
 
 
 @pytest.mark.parametrize(
@@ -228,11 +241,11 @@ def test_a_forged_manifest_is_refused(diamond, change, error, message):
         Bundle.open(diamond.folder)
 
 
-def test_files_that_were_swapped_or_damaged_are_found(diamond):
+def test_files_that_were_swapped_or_damaged_are_refused(diamond):
     left, right = (diamond.folder / "tasks" / f"{name}.safetensors" for name in ("left", "right"))
     whole = left.read_bytes()
     left.write_bytes(right.read_bytes())
-    with pytest.raises(DamagedFile, match="is not the file that bundle.json speaks of"):
+    with pytest.raises(DamagedFile, match="is not the file that bundle.json lists"):
         diamond.check()
     left.write_bytes(whole[:-3])
     with pytest.raises(DamagedFile, match="does not match its checksum"):
@@ -240,7 +253,7 @@ def test_files_that_were_swapped_or_damaged_are_found(diamond):
     left.unlink()
     with pytest.raises(FileError, match="no such file"):
         diamond.check()
-    with pytest.raises(FileError, match="no bundle here"):
+    with pytest.raises(FileError, match="not a bundle, it has no bundle.json. Create one"):
         Bundle.open(diamond.folder / "tasks")
 
 
@@ -256,5 +269,85 @@ def test_graph_shapes_survive_a_bundle(tmp_path):
     backbone = tiny_backbone()
     for name, tasks in graph_shapes(backbone).items():
         bundle = Bundle.create(tmp_path / name, backbone, tasks)
-        here, there = MemoryViT(backbone, tasks)(images()), bundle.model(backbone)(images())
-        assert all(torch.equal(here[task], there[task]) for task in here)
+        expected, loaded = MemoryViT(backbone, tasks)(images()), bundle.model(backbone)(images())
+        assert all(torch.equal(expected[task], loaded[task]) for task in expected)
+
+
+INTERRUPTED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)  # so that a forked child can use it
+sys.path.insert(0, {tests!r})
+from builders import tiny_backbone, trained
+from vit_memory import Bundle
+from vit_memory.files import bundle, container, manifest
+
+root, backbone, write_atomic = Path(sys.argv[1]), tiny_backbone(), manifest.write_atomic
+tasks = [trained(backbone, name) for name in ("a", "b", "c")]
+source = Bundle.create(root / "source", backbone, tasks)
+WAYS = {{
+    "create": lambda folder: Bundle.create(folder, backbone, tasks),
+    "copy": lambda folder: source.save_pretrained(folder),
+}}
+
+
+def run(way, folder, writes):
+    def write(path, chunks, left=iter(range(writes))):
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_atomic(path, chunks)
+
+    for module in (bundle, container, manifest):
+        module.write_atomic = write
+    WAYS[way](folder)
+
+
+kills = 0
+for way in WAYS:
+    for exists in (False, True):
+        for writes in range(5):
+            folder = root / f"{{way}}-{{exists}}-{{writes}}"
+            if exists:
+                folder.mkdir()
+            child = os.fork()
+            if not child:
+                run(way, folder, writes)
+                os._exit(0)
+            killed = os.waitpid(child, 0)[1] != 0
+            assert killed == (writes < 4)
+            assert killed == (not (folder / "bundle.json").exists())
+            if killed:
+                kills += 1
+                visible = [path.name for path in folder.glob("*") if not path.name.startswith(".")]
+                assert folder.exists() == exists and not visible, visible
+                WAYS[way](folder)
+            assert list(Bundle.open(folder).check()) == ["a", "b", "c"]
+print(kills)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked writers")
+def test_a_killed_create_or_copy_leaves_no_bundle_and_can_be_run_again(tmp_path):
+    script = INTERRUPTED.format(tests=str(Path(__file__).parent))
+    result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "16\n", "three task files and the manifest, two ways, new and empty folders"
+
+
+def test_a_bundle_is_created_in_an_empty_folder_in_use(tmp_path, monkeypatch):
+    """The folder itself stays: it may be a working directory or a mounted disk."""
+    monkeypatch.chdir(tmp_path)
+    backbone = tiny_backbone()
+    before = tmp_path.stat().st_ino
+    Bundle.create(".", backbone, [trained(backbone, "birds")])
+    assert tmp_path.stat().st_ino == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle.json", "tasks"]
+    with pytest.raises(FileError, match="is not an empty folder"):
+        Bundle.create("tasks", backbone)
+
+
+def test_task_files_without_a_manifest_are_explained(diamond):
+    (diamond.folder / "bundle.json").unlink()
+    with pytest.raises(FileError, match="it has no bundle.json. Its tasks/ may be left from an interrupted command"):
+        Bundle.open(diamond.folder)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 from typer.testing import CliRunner
 
-from vit_memory import MemoryViT, Task, load_backbone
+from vit_memory import MemoryViT, load_backbone, load_task
 from vit_memory.cli import app
 from vit_memory.demo import run
 from vit_memory.demo.images import draw_images
@@ -27,7 +27,7 @@ def test_the_demo_writes_three_task_files_and_a_page(tmp_path, monkeypatch):
         "traits.safetensors",
         "ink.safetensors",
     }
-    tasks = [Task.load(tmp_path / f"{name}.safetensors") for name in ("digit", "traits", "ink")]
+    tasks = [load_task(tmp_path / f"{name}.safetensors") for name in ("digit", "traits", "ink")]
     assert [task.kind for task in tasks] == ["single-label", "multi-label", "regression"]
     assert tasks[2].parents == ("digit",)
     assert MemoryViT(load_backbone("bundled"), tasks).tasks.ancestors("ink") == ("digit",)

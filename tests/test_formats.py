@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from vit_memory import Bundle, MemoryViT, Task, load_backbone
+from vit_memory import Bundle, MemoryViT, load_backbone, load_task, save_task
 from vit_memory.cli import app
 
 FORMATS = Path(__file__).parent / "formats"
@@ -30,7 +30,7 @@ def gradient(backbone):
 
 
 def test_task_files_of_earlier_versions_answer_what_they_answered(backbone):
-    tasks = [Task.load(FORMATS / f"{name}.safetensors") for name in NAMES]
+    tasks = [load_task(FORMATS / f"{name}.safetensors") for name in NAMES]
     outputs = MemoryViT(backbone, tasks)(gradient(backbone))
     for name, answers in json.loads((FORMATS / "answers.json").read_text()).items():
         torch.testing.assert_close(outputs[name][0], torch.tensor(answers), rtol=1e-5, atol=1e-4)
@@ -39,7 +39,7 @@ def test_task_files_of_earlier_versions_answer_what_they_answered(backbone):
 def test_task_files_are_still_written_to_the_byte_as_they_were(tmp_path):
     for name in NAMES[:-1]:
         path = FORMATS / f"{name}.safetensors"
-        Task.load(path).save(tmp_path / "again.safetensors")
+        save_task(load_task(path), tmp_path / "again.safetensors")
         assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
 
 
@@ -60,4 +60,4 @@ def test_a_training_that_an_earlier_version_began_goes_on(tmp_path, monkeypatch)
     assert result.exit_code == 0, (result.output, result.exception)
     lines = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 6, 8]
-    assert Task.load(tmp_path / "run/old.safetensors").labels == ("0", "1")
+    assert load_task(tmp_path / "run/old.safetensors").labels == ("0", "1")

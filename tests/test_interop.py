@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from builders import ROUNDING, images, library_model, tiny_backbone, worst
-from vit_memory import BackboneMismatch, Bundle, DamagedFile, FileError, MemoryViT, Task, UnsafeFile, load_backbone
+from vit_memory import BackboneMismatch, Bundle, DamagedFile, FileError, MemoryViT, UnsafeFile, load_backbone, load_task
 from vit_memory.cli import app
 from vit_memory.files.interop import _weights, import_reproduction
 
@@ -126,7 +126,7 @@ def test_the_command_writes_task_files_that_make_a_bundle(tmp_path):
     arguments = ["import", tmp_path / "Sun_model.pt", "--backbone", tmp_path / "vit", "--out", tmp_path / "tasks"]
     result = CliRunner().invoke(app, [str(a) for a in [*arguments, "--labels", tmp_path / "labels.txt"]])
     assert result.exit_code == 0, result.output
-    first, second = (Task.load(tmp_path / "tasks" / f"Sun-{t}.safetensors") for t in (1, 2))
+    first, second = (load_task(tmp_path / "tasks" / f"Sun-{t}.safetensors") for t in (1, 2))
     assert first.labels == tuple("abcdef")
     assert second.labels[:2] == ("class 0", "class 1")
     assert second.parents == ("Sun-1",)
@@ -134,7 +134,7 @@ def test_the_command_writes_task_files_that_make_a_bundle(tmp_path):
     assert list(bundle.model()(images())) == ["Sun-1", "Sun-2"]
 
 
-def test_a_backbone_that_is_another_is_named_by_its_first_difference(tmp_path):
+def test_another_backbone_is_refused_with_the_first_difference(tmp_path):
     state = reproduction([2], extension=False)
     state["vit.encoder.layer.1.output.dense.bias"][3] += 1e-3
     torch.save(state, tmp_path / "model.pt")
@@ -149,7 +149,7 @@ class RunsCode:
         return (os.system, ("touch ran",))
 
 
-def test_a_pickle_that_wants_to_run_code_is_refused_and_said_so(tmp_path, monkeypatch):
+def test_a_pickle_that_would_run_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({**reproduction([2], extension=False), "evil": RunsCode()}, tmp_path / "model.pt")
     with pytest.raises(UnsafeFile, match="refused: it holds more than tensors, which could run code"):
@@ -160,7 +160,7 @@ def test_a_pickle_that_wants_to_run_code_is_refused_and_said_so(tmp_path, monkey
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.pop("vit.embeddings.cls_tokens.0") is None, "no model of the 2023 reproduction"),
+        (lambda s: s.pop("vit.embeddings.cls_tokens.0") is None, "not a model of the 2023 reproduction"),
         (lambda s: [s.pop(f"classifiers.1.{k}") for k in ("weight", "bias")], "no task was added"),
         (lambda s: s.pop("vit.encoder.layer.0.attention.attention.attention_mask") is None, "attention mask is None"),
         (lambda s: s["vit.encoder.layer.1.attention.attention.attention_mask"].zero_(), "masks of the blocks differ"),
@@ -173,7 +173,7 @@ def test_a_pickle_that_wants_to_run_code_is_refused_and_said_so(tmp_path, monkey
         ),
     ],
 )
-def test_files_that_are_none_of_the_reproductions_say_why(change, message, tmp_path):
+def test_other_files_are_refused_with_the_reason(change, message, tmp_path):
     state = reproduction([2], extension=False)
     change(state)
     torch.save(state, tmp_path / "model.pt")

@@ -17,12 +17,14 @@ from typer.testing import CliRunner
 from builders import ROUNDING, images, library_model, tiny_backbone, trained, worst
 from data.test_sources import as_png
 from training.test_sweep import FACTS, assert_same_weights
-from vit_memory import MemoryViT, Task, load_backbone, new_task
+from vit_memory import MemoryViT, load_backbone, load_task, new_task, save_task
 from vit_memory.cli import app
 from vit_memory.data.images import ImageArray
 from vit_memory.data.splits import Split
 from vit_memory.errors import BackboneMismatch, TaskError, TrainingError
-from vit_memory.evaluation.metrics import score, score_labels, score_values
+from vit_memory.evaluation.metrics.multi_label import score_multi_label
+from vit_memory.evaluation.metrics.regression import score_regression
+from vit_memory.evaluation.metrics.single_label import score_single_label
 from vit_memory.predictions import predictions
 from vit_memory.ranking import average_precision, best_thresholds
 from vit_memory.reference import dense_forward
@@ -77,8 +79,8 @@ def test_promises_1_to_4_hold_for_graphs_that_mix_all_kinds(tmp_path_factory, ta
         assert worst(outputs[task.name], dense[task.name]) <= ROUNDING
         assert worst(outputs[task.name], alone) <= ROUNDING
         path = folder / f"{task.name}.safetensors"
-        task.save(path, half=half)
-        again = Task.load(path)
+        save_task(task, path, half=half)
+        again = load_task(path)
         assert (again.kind, again.thresholds, again.target_scale) == (task.kind, task.thresholds, task.target_scale)
         if not half:
             assert again.digest == task.digest
@@ -90,9 +92,9 @@ def test_a_file_without_thresholds_or_scale_is_still_format_1_to_the_byte(tmp_pa
     plain = trained(tiny_backbone(), "plain", kind="regression")
     scaled = replace(plain, target_scale=TargetScale((1.0,) * 3, (2.0,) * 3))
     for task, version in ((plain, 1), (scaled, 2)):
-        task.save(tmp_path / "task")
+        save_task(task, tmp_path / "task")
         assert f'"format":"vit-memory-task/{version}"'.encode() in (tmp_path / "task").read_bytes()[:400]
-    plain.save(tmp_path / "task")
+    save_task(plain, tmp_path / "task")
     assert b"target_scale" not in (tmp_path / "task").read_bytes()
     assert plain.digest != scaled.digest
 
@@ -101,10 +103,10 @@ def test_values_far_from_zero_keep_their_precision_in_half_files(tmp_path):
     """A year around 1987 has no two halves in float16; the scale is kept beside the head, in full."""
     task = trained(tiny_backbone(), "year", labels=["year"], kind="regression")
     task = replace(task, target_scale=TargetScale((1987.4,), (3.0,)))
-    task.save(tmp_path / "full")
-    task.save(tmp_path / "half", half=True)
+    save_task(task, tmp_path / "full")
+    save_task(task, tmp_path / "half", half=True)
     full, half = (
-        MemoryViT(tiny_backbone(), [Task.load(tmp_path / name)])(images(4))["year"] for name in ("full", "half")
+        MemoryViT(tiny_backbone(), [load_task(tmp_path / name)])(images(4))["year"] for name in ("full", "half")
     )
     assert full.dtype == torch.float32
     assert worst(full, half) < 0.02
@@ -318,7 +320,7 @@ def test_multi_label_scores_are_those_of_scikit_learn(n, labels, seed, ties):
     logits = rng.normal(size=(n, labels))
     logits = np.round(logits) if ties else logits
     truth = (rng.random((n, labels)) < 0.4).astype(np.float64)
-    found = score_labels(torch.from_numpy(logits), torch.from_numpy(truth), [str(i) for i in range(labels)])
+    found = score_multi_label(torch.from_numpy(logits), torch.from_numpy(truth), [str(i) for i in range(labels)])
     answered = (logits >= 0).astype(int)
     shown = truth.any(0)
     if shown.any():
@@ -354,7 +356,7 @@ def test_regression_scores_are_those_of_scikit_learn_and_their_intervals_hold_th
     rng = np.random.default_rng(seed)
     truth = rng.normal(100, 5, (n, 2))
     answers = truth + rng.normal(0, 2, (n, 2))
-    found = score_values(torch.from_numpy(answers), torch.from_numpy(truth), ["a", "b"])
+    found = score_regression(torch.from_numpy(answers), torch.from_numpy(truth), ["a", "b"])
     for i, one in enumerate(found.per_value.values()):
         assert one.mae == pytest.approx(sklearn.mean_absolute_error(truth[:, i], answers[:, i]))
         assert one.rmse == pytest.approx(math.sqrt(sklearn.mean_squared_error(truth[:, i], answers[:, i])))
@@ -365,7 +367,7 @@ def test_regression_scores_are_those_of_scikit_learn_and_their_intervals_hold_th
 def test_macro_f1_and_balanced_accuracy_stand_beside_accuracy():
     logits = torch.tensor([[2.0, 0, 0]] * 8 + [[0, 2.0, 0]] * 2)
     truth = torch.tensor([0] * 7 + [1] * 3)
-    found = score(logits, truth, "abc")
+    found = score_single_label(logits, truth, "abc")
     assert found.balanced_accuracy == pytest.approx(sklearn.balanced_accuracy_score(truth, logits.argmax(1)))
     assert found.macro_f1 == pytest.approx(sklearn.f1_score(truth, logits.argmax(1), average="macro"))
 
@@ -431,7 +433,7 @@ def test_several_labels_per_image_from_every_layout(place, tmp_path, table, colu
     assert "kind: multi-label" in said.output
     assert "validation mAP" in said.output
     file = tmp_path / "run/tint.safetensors"
-    task = Task.load(file)
+    task = load_task(file)
     assert (task.kind, set(task.labels)) == ("multi-label", set(LABELS))
     assert len(task.thresholds) == 3
     assert task.record.metrics.keys() == {"validation_map"}
@@ -453,7 +455,7 @@ def test_numbers_per_image_are_answered_in_their_units_beside_other_kinds(place,
     said = command(place, "train", data, "--name", "level", *out, "--extends", parent, *QUICK, *columns)
     assert "kind: regression (the columns level, double contain numbers)" in said.output
     file = tmp_path / "run/level.safetensors"
-    assert Task.load(file).target_scale is not None
+    assert load_task(file).target_scale is not None
     folder = tmp_path / "zoo"
     command(place, "bundle", "create", folder, parent, file)
     scores = json.loads(command(place, "evaluate", folder, "--task", "level", "--data", data, "--json").stdout)

@@ -30,10 +30,6 @@ ONLY_IN = {
     "typer": "cli",
     "rich": "cli",
 }
-KNOWN_EXCEPTIONS = {
-    ("task", "files.taskfile"),  # Task.save and Task.load; goes when these move to files
-    ("files.bundle", "files.hub"),  # Bundle pulls from the hub, which writes cards of bundles
-}
 MODULES = {".".join(path.relative_to(SRC).with_suffix("").parts): path for path in sorted(SRC.rglob("*.py"))}
 
 
@@ -67,7 +63,7 @@ def layer(module):
     return next((i for i, names in enumerate(LAYERS) if top in names), LAYERS.index({"core"}))
 
 
-IMPORTS = set(own_imports()) - KNOWN_EXCEPTIONS
+IMPORTS = set(own_imports())
 
 
 def test_no_module_imports_from_a_layer_above():
@@ -91,7 +87,3 @@ def test_each_library_is_imported_in_one_package_only():
         if ONLY_IN.get(name.split(".")[0], module.split(".")[0]) != module.split(".")[0]
     ]
     assert misplaced == []
-
-
-def test_the_known_exceptions_are_still_needed():
-    assert set(own_imports()) >= KNOWN_EXCEPTIONS

@@ -45,8 +45,10 @@ PUBLIC = [
     "VitMemoryError",
     "fit",
     "load_backbone",
+    "load_task",
     "new_task",
     "open_data",
+    "save_task",
 ]
 
 

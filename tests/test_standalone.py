@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from builders import images, library_model, trained
 from data.test_sources import LABELS, pictures, write_folder
-from vit_memory import BackboneMismatch, UnknownTask, load_backbone
+from vit_memory import BackboneMismatch, UnknownTask, load_backbone, save_task
 from vit_memory.cli import app
 from vit_memory.standalone import StandaloneModel
 
@@ -44,7 +44,9 @@ def test_the_commands_refuse_it_too(regime, tmp_path):
     for name, model in (("own", library_model("vit")[1]), ("other", other_weights(library_model("vit")[1]))):
         model.save_pretrained(tmp_path / name)
         (tmp_path / name / "preprocessor_config.json").write_text(json.dumps(PREPARED))
-    trained(load_backbone(tmp_path / "own"), "task", regime=regime, labels=LABELS).save(tmp_path / "task.safetensors")
+    save_task(
+        trained(load_backbone(tmp_path / "own"), "task", regime=regime, labels=LABELS), tmp_path / "task.safetensors"
+    )
     photos = str(write_folder(tmp_path / "photos", pictures(4)))
     evaluate = ["evaluate", str(tmp_path / "task.safetensors"), "--data", photos]
     predict = ["predict", photos, "--bundle", str(tmp_path / "task.safetensors")]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from vit_memory.explanation import Explanation
     from vit_memory.files.bundle import Bundle
+    from vit_memory.files.taskfile import load_task, save_task
     from vit_memory.graph import TaskGraph
     from vit_memory.model import MemoryViT
     from vit_memory.outputs import Original, Outputs
@@ -74,8 +75,10 @@ __all__ = [
     "VitMemoryError",
     "fit",
     "load_backbone",
+    "load_task",
     "new_task",
     "open_data",
+    "save_task",
 ]
 
 _HOMES = {
@@ -83,6 +86,7 @@ _HOMES = {
     "data.sources": ("Dataset", "open_data"),
     "explanation": ("Explanation",),
     "files.bundle": ("Bundle",),
+    "files.taskfile": ("load_task", "save_task"),
     "graph": ("TaskGraph",),
     "model": ("MemoryViT",),
     "outputs": ("Original", "Outputs"),

@@ -1,4 +1,4 @@
-"""What a task's output says of one image, by the task's kind: a label, the labels that are present, or values."""
+"""Predictions from the outputs of a task, by its kind: one label, the labels that are present, or values."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class LabelPrediction:
     confidence: float
 
     def text(self) -> str:
-        """For a line of a table."""
+        """As text for one line."""
         return f"{self.label} ({100 * self.confidence:.0f} %)"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """As JSON values."""
         return {"label": self.label, "confidence": round(self.confidence, 6)}
 
 
@@ -34,11 +34,11 @@ class LabelsPrediction:
     present: Mapping[str, float]  # label -> probability
 
     def text(self) -> str:
-        """For a line of a table."""
+        """As text for one line."""
         return ", ".join(f"{label} ({100 * p:.0f} %)" for label, p in self.present.items()) or "none"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """As JSON values."""
         return {"labels": [{"label": label, "probability": round(p, 6)} for label, p in self.present.items()]}
 
 
@@ -49,11 +49,11 @@ class ValuesPrediction:
     values: Mapping[str, float]  # name -> value
 
     def text(self) -> str:
-        """For a line of a table."""
+        """As text for one line."""
         return ", ".join(f"{name} {value:.4g}" for name, value in self.values.items())
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """As JSON values."""
         return {"values": {name: float(f"{value:.7g}") for name, value in self.values.items()}}
 
 
@@ -61,7 +61,7 @@ Prediction = LabelPrediction | LabelsPrediction | ValuesPrediction
 
 
 def predictions(task: Task, outputs: Tensor) -> Iterator[Prediction]:
-    """What the task says of each of B images, from its outputs (B, C).
+    """The prediction of a task for each of B images, from its outputs (B, C).
 
     >>> task = new_task(backbone, "pets", ["cat", "dog"])
     >>> next(predictions(task, torch.tensor([[2.0, 0.0]]))).label
@@ -74,10 +74,10 @@ def predictions(task: Task, outputs: Tensor) -> Iterator[Prediction]:
     elif task.kind == "multi-label":
         thresholds = task.thresholds or (DEFAULT_THRESHOLD,) * len(task.labels)
         for row in outputs.sigmoid().tolist():
-            known = zip(task.labels, row, thresholds, strict=True)
-            present = {label: p for label, p, threshold in known if p >= threshold}
+            labels = zip(task.labels, row, thresholds, strict=True)
+            present = {label: p for label, p, threshold in labels if p >= threshold}
             yield LabelsPrediction(dict(sorted(present.items(), key=lambda item: -item[1])))
     else:
-        confidences, places = outputs.softmax(-1).max(-1)
-        for confidence, place in zip(confidences.tolist(), places.tolist(), strict=True):
-            yield LabelPrediction(task.labels[place], confidence)
+        confidences, classes = outputs.softmax(-1).max(-1)
+        for confidence, i in zip(confidences.tolist(), classes.tolist(), strict=True):
+            yield LabelPrediction(task.labels[i], confidence)

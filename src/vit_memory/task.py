@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -181,22 +180,6 @@ class Task:
         """Its output (…, C) for the final, normed class tokens or pooled features (…, D)."""
         scale = None if self.target_scale is None else self.target_scale.tensor(feature.device)
         return head_output(feature, self.head_weight.to(feature), self.head_bias.to(feature), scale)
-
-    def save(self, path: Path | str, *, half: bool | None = None) -> None:
-        """Write a task file, whole or not at all; the same task gives the same bytes.
-
-        `half` writes float16 (True) or float32 (False); by default float16 if all tensors are, else float32.
-        """
-        from vit_memory.files.taskfile import write_task  # noqa: PLC0415 - files stand on tasks, not tasks on files
-
-        write_task(self, path, half=half)
-
-    @staticmethod
-    def load(path: Path | str) -> "Task":
-        """Read a task file; runs no code, and says what is wrong with a file that is none."""
-        from vit_memory.files.taskfile import read_task  # noqa: PLC0415
-
-        return read_task(path)
 
 
 def new_task(

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from builders import library_model
 from data.test_sources import pictures, write_folder
-from vit_memory import MemoryViT, Task, load_backbone
+from vit_memory import MemoryViT, load_backbone, load_task
 from vit_memory.cli import app
 from vit_memory.errors import TrainingError
 
@@ -50,7 +50,7 @@ def test_a_folder_of_images_becomes_a_task_file_that_answers(photos, backbone, t
     assert {(row["regime"], row["cells"]) for row in rows} == {("head", 0), ("class", 0), ("memory", 2)}
     assert len(rows) == 6
     assert [json.loads(line)["step"] for line in (tmp_path / "run/log.jsonl").read_text().splitlines()] == [2, 4]
-    task = Task.load(tmp_path / "run/birds.safetensors")
+    task = load_task(tmp_path / "run/birds.safetensors")
     assert task.labels == ("ant", "bee", "cow")
     assert task.record.metrics["validation_accuracy"] == max(row["validation_accuracy"] for row in rows)
     assert task.record.recipe["data"]["splits"]["test"]["images"] == 6
@@ -67,9 +67,9 @@ def test_a_task_extends_another_and_brings_the_ancestors_it_finds_beside_it(phot
         assert said.exit_code == 0, (said.output, said.exception)
         files.mkdir(exist_ok=True)
         (files / f"{name}.safetensors").write_bytes((tmp_path / name / f"{name}.safetensors").read_bytes())
-    three = Task.load(files / "three.safetensors")
+    three = load_task(files / "three.safetensors")
     assert three.parents == ("two",)
-    assert three.parent_digests["two"] == Task.load(files / "two.safetensors").digest
+    assert three.parent_digests["two"] == load_task(files / "two.safetensors").digest
 
 
 def test_a_run_is_resumed_to_the_same_task_and_never_replaced(photos, backbone, tmp_path):
@@ -81,9 +81,9 @@ def test_a_run_is_resumed_to_the_same_task_and_never_replaced(photos, backbone, 
     other = train(photos, backbone, tmp_path / "run", "--lr", "0.2", "--resume")
     assert "recipe.learning_rates: [0.1] then, [0.2] now" in str(other.exception)
     assert train(photos, backbone, tmp_path / "run", "--lr", "0.1", "--resume").exit_code == 0
-    resumed = Task.load(tmp_path / "run/birds.safetensors")
+    resumed = load_task(tmp_path / "run/birds.safetensors")
     (tmp_path / "old.safetensors").write_bytes(content)
-    assert resumed.digest == Task.load(tmp_path / "old.safetensors").digest
+    assert resumed.digest == load_task(tmp_path / "old.safetensors").digest
     nothing = train(photos, backbone, tmp_path / "empty", "--resume")
     assert "no checkpoint to go on from" in str(nothing.exception)
 
@@ -110,7 +110,7 @@ def test_a_disk_store_serves_a_second_training_and_its_resumption(photos, backbo
     for name in ("second", "third"):  # one has ended, the other has not
         said = train(photos, backbone, tmp_path / name, *more, "--resume", name=name)
         assert said.exit_code == 0, (said.output, said.exception)
-    tasks = [Task.load(tmp_path / name / f"{name}.safetensors") for name in ("first", "second", "third")]
+    tasks = [load_task(tmp_path / name / f"{name}.safetensors") for name in ("first", "second", "third")]
     assert len({task.digest for task in tasks}) == 1
     assert (
         sum(path.is_dir() for path in (tmp_path / "store").iterdir()) == 2
@@ -140,7 +140,7 @@ def test_a_log_whose_last_line_was_cut_off_does_not_keep_a_run_from_ending(
     assert (cut_off, end) == (torn, b"")
     assert (run / "curves.png").exists()
     assert train(photos, backbone, tmp_path / "whole", *options).exit_code == 0
-    assert Task.load(run / "birds.safetensors").digest == Task.load(tmp_path / "whole/birds.safetensors").digest
+    assert load_task(run / "birds.safetensors").digest == load_task(tmp_path / "whole/birds.safetensors").digest
 
 
 def test_a_dataset_too_small_to_split_is_told_and_refused_with_what_to_do(backbone, tmp_path):
@@ -194,7 +194,7 @@ def test_a_regime_that_stands_alone_is_trained_and_evaluated_like_any(photos, ba
     words = ["evaluate", str(file), "--data", photos, "--split", "validation", "--json"]
     scored = CliRunner().invoke(app, words)
     assert scored.exit_code == 0, scored.exception
-    accuracy = Task.load(file).record.metrics["validation_accuracy"]
+    accuracy = load_task(file).record.metrics["validation_accuracy"]
     assert json.loads(scored.stdout)["tasks"]["birds"]["top1"] == pytest.approx(accuracy)
     if regime == "full":
         (tmp_path / "run/birds.backbone.safetensors").unlink()
@@ -230,7 +230,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on_to_the_same_task(photos, backbone, t
     assert "Go on with the same command with --resume." in rest
     assert not (tmp_path / "cut/birds.safetensors").exists()
     subprocess.run([sys.executable, *cut, "--resume"], check=True)
-    whole, resumed = (Task.load(tmp_path / name / "birds.safetensors") for name in ("whole", "cut"))
+    whole, resumed = (load_task(tmp_path / name / "birds.safetensors") for name in ("whole", "cut"))
     assert resumed.digest == whole.digest
 
 
@@ -253,7 +253,7 @@ def test_two_processes_train_the_task_of_one_and_only_the_first_writes(photos, b
     assert two.stdout.count("birds.safetensors") == 1
     rows = [json.loads((tmp_path / name / "settings.json").read_text()) for name in ("one", "two")]
     assert [row["validation_accuracy"] for row in rows[0]] == [row["validation_accuracy"] for row in rows[1]]
-    one_task, two_task = (Task.load(tmp_path / name / "birds.safetensors") for name in ("one", "two"))
+    one_task, two_task = (load_task(tmp_path / name / "birds.safetensors") for name in ("one", "two"))
     for part in ("class_token", "memory", "head_weight", "head_bias"):
         torch.testing.assert_close(getattr(two_task, part), getattr(one_task, part), rtol=0, atol=1e-4)
     assert len((tmp_path / "two/log.jsonl").read_text().splitlines()) == 3

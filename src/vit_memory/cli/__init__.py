@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from vit_memory.cli import cache, data, demo, evaluate, files, tasks, train, verify
+from vit_memory.cli import cache, data, demo, evaluate, files, predict, tasks, train, verify
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -18,7 +18,7 @@ app.command("demo")(demo.demo)
 app.command("data")(data.data)
 app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
-app.command("predict")(evaluate.predict)
+app.command("predict")(predict.predict)
 app.command("verify")(verify.verify)
 app.command("inspect")(files.inspect)
 app.add_typer(files.bundle_app, name="bundle")
@@ -30,7 +30,7 @@ app.command("pull")(files.pull)
 
 
 def main() -> None:
-    """Run the command; an error of ours is its message and exit code 1, a traceback means a bug."""
+    """Run the command. A VitMemoryError prints its message and exits 1; a traceback means a bug."""
     from vit_memory.errors import VitMemoryError
 
     try:

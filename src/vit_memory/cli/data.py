@@ -1,27 +1,32 @@
-"""vit-memory data: look at images before anything is trained on them."""
+"""vit-memory data: check images before training on them; the data options that several commands share."""
 
 import csv
 import enum
 import json
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from vit_memory.cli.options import spread_options
 from vit_memory.cli.progress import show_log
 from vit_memory.cli.terminal import Bar, is_interactive
 
 if TYPE_CHECKING:
     from vit_memory.data.sources import Dataset
     from vit_memory.data.summary import Summary
+    from vit_memory.task import Kind
 
 SHOWN_CLASSES, SHOWN_BAD = 20, 10
-DECODED_AT_MOST = 20_000  # images that are decoded whole before a training: half a minute
+DECODED_AT_MOST = 20_000  # images that are decoded before a training: half a minute
+NOUNS = {"single-label": ("class", "classes"), "multi-label": ("label", "labels"), "regression": ("value", "values")}
 
 
 class Check(str, enum.Enum):
-    """How closely to look."""
+    """How each image is checked."""
 
     decode = "decode"
     headers = "headers"
@@ -29,7 +34,7 @@ class Check(str, enum.Enum):
 
 
 class TaskKind(str, enum.Enum):
-    """What an image has."""
+    """The kind of task that the labels are for."""
 
     auto = "auto"
     single_label = "single-label"
@@ -37,7 +42,13 @@ class TaskKind(str, enum.Enum):
     regression = "regression"
 
 
-# What every command that reads DATA takes.
+class OnBadImage(str, enum.Enum):
+    """What a bad image does to a command."""
+
+    fail = "fail"
+    skip = "skip"
+
+
 Source = Annotated[
     str,
     typer.Argument(
@@ -48,58 +59,84 @@ Source = Annotated[
         "an .npz, a folder of IDX files, .parquet, hf:<dataset>[:config], digits, or the name of a known dataset.",
     ),
 ]
-DataDir = Annotated[Path | None, typer.Option(help="Where a named dataset lies unpacked.", show_default=False)]
-Download = Annotated[bool, typer.Option("--download", help="Fetch a named dataset into --data-dir with torchvision.")]
-ImageColumn = Annotated[str | None, typer.Option(help="A table's column of images.  [default: file or image]")]
+DataDir = Annotated[Path | None, typer.Option(help="Folder of a named dataset, unpacked.", show_default=False)]
+Download = Annotated[bool, typer.Option("--download", help="Download a named dataset to --data-dir with torchvision.")]
+ImageColumn = Annotated[str | None, typer.Option(help="Column of a table with the images.  [default: file or image]")]
 LabelColumn = Annotated[
     str | None,
     typer.Option(
-        help="A table's column of labels or values; several, separated by commas (a name with a comma in double "
-        "quotes).  [default: label]"
+        help="Column of a table with the labels or values, or several, separated by commas (a name with a comma in "
+        "double quotes).  [default: label]"
     ),
 ]
 KindOption = Annotated[
-    TaskKind, typer.Option("--kind", help="What an image has: one label, several labels, or values (regression).")
+    TaskKind, typer.Option("--kind", help="Kind of task: one label per image, several labels, or values (regression).")
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of the splits that have to be drawn.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed for splits that have to be drawn.")]
+OnBadImageOption = Annotated[OnBadImage, typer.Option("--on-bad-image", help="Stop at a bad image, or leave it out.")]
 
 
+@dataclass(frozen=True)
+class DataOptions:
+    """How DATA is read. A command declares `--seed` itself, since its meaning differs."""
+
+    data_dir: DataDir = None
+    download: Download = False
+    image_column: ImageColumn = None
+    label_column: LabelColumn = None
+    kind: KindOption = TaskKind.auto
+
+    def open(
+        self,
+        source: str,
+        seed: int,
+        *,
+        columns: Sequence[str] = ("label",),
+        kind: "Kind | Literal['auto']" = "auto",
+        labels: Sequence[str] | None = None,
+    ) -> "Dataset":
+        """Open DATA. `columns` and `kind` apply where --label-column and --kind were not given; `labels` as in
+        `open_data`.
+        """
+        from vit_memory.data.sources import open_data
+
+        return open_data(
+            source,
+            data_dir=self.data_dir,
+            download=self.download,
+            image_column=self.image_column,
+            label_column=column_names(self.label_column, tuple(columns)),
+            kind=kind if self.kind is TaskKind.auto else self.kind.value,
+            labels=labels,
+            seed=seed,
+        )
+
+
+@spread_options
 def data(
     source: Source,
-    data_dir: DataDir = None,
-    download: Download = False,
-    image_column: ImageColumn = None,
-    label_column: LabelColumn = None,
-    kind: KindOption = TaskKind.auto,
+    *,
+    options: DataOptions,
     seed: Seed = 0,
     check: Annotated[Check, typer.Option(help="Decode every image, read its header only, or neither.")] = Check.decode,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON instead of a page.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="JSON, with all classes and bad files, instead of text.")
+    ] = False,
 ) -> None:
-    """Print what is in DATA: classes, counts, splits, sizes, and which files are bad."""
-    from vit_memory.data.sources import open_data
-
+    """Check images before training: classes, splits, sizes, bad files."""
     show_log()
-    dataset = open_data(
-        source,
-        data_dir=data_dir,
-        download=download,
-        image_column=image_column,
-        label_column=column_names(label_column),
-        kind=kind.value,
-        seed=seed,
-    )
-    summary = looked_at(dataset, check.value)
+    summary = summarise_images(options.open(source, seed), check.value)
     typer.echo(json.dumps(summary.as_json(), indent=2, ensure_ascii=False) if as_json else page(summary))
 
 
 def column_names(option: str | None, default: tuple[str, ...] = ("label",)) -> tuple[str, ...]:
-    """The columns that --label-column names, as in a line of CSV: a name with a comma stands in double quotes."""
+    """The columns in --label-column, read as a line of CSV: a name with a comma is in double quotes."""
     names = next(csv.reader([option or ""], skipinitialspace=True), [])
     return tuple(name.strip() for name in names if name.strip()) or default
 
 
-def looked_at(dataset: "Dataset", check: "Literal['decode', 'headers', 'none'] | None" = None) -> "Summary":
-    """A summary, with progress on a terminal. Unless told, large datasets are looked at by their headers only."""
+def summarise_images(dataset: "Dataset", check: "Literal['decode', 'headers', 'none'] | None" = None) -> "Summary":
+    """A summary, with progress on a terminal. By default, of large datasets only the headers are checked."""
     from vit_memory.data.loading import default_workers
     from vit_memory.data.summary import summarise
 
@@ -115,30 +152,43 @@ def looked_at(dataset: "Dataset", check: "Literal['decode', 'headers', 'none'] |
 
 
 def page(summary: "Summary") -> str:
-    """The summary for a person to read."""
-    what = {"single-label": ("class", "classes"), "multi-label": ("label", "labels"), "regression": ("value", "values")}
-    shape = f"{summary.source}: {_count(len(summary.labels), *what[summary.kind])}, {summary.layout}"
-    lines = [shape, f"kind: {summary.kind} ({summary.kind_reason})", ""]
-    for name, count in summary.images.items():
-        lines.append(f"  {name:12}{count:8}  {summary.origin[name]}")
-    if summary.sizes is not None:
-        small, middle, large = (" × ".join(map(str, summary.sizes[k])) for k in ("smallest", "median", "largest"))
-        formats = ", ".join(f"{count} {name}" for name, count in summary.formats.items())
-        span = f"all {small}" if small == large else f"{small} to {large}, median {middle}"
-        lines += ["", f"  pixels      {span} ({formats})"]
-    lines += ["", "  " + what[summary.kind][0].ljust(32) + "".join(f"{name:>12}" for name in summary.counts)]
+    """The summary as text."""
+    noun = NOUNS[summary.kind]
+    lines = [
+        f"{summary.source}: {_count(len(summary.labels), *noun)}, {summary.layout}",
+        f"kind: {summary.kind} ({summary.kind_reason})",
+        "",
+        *(f"  {name:12}{count:8}  {summary.origin[name]}" for name, count in summary.images.items()),
+        *_size_lines(summary),
+        "",
+        *_class_lines(summary, noun[0]),
+        *([""] if summary.notes() else []),
+        *(f"note: {note}" for note in summary.notes()),
+        *(f"  {name}: {reason}" for name, reason in list(summary.bad.items())[:SHOWN_BAD]),
+    ]
+    return "\n".join([*lines, *_more(len(summary.bad) - SHOWN_BAD)])
+
+
+def _size_lines(summary: "Summary") -> list[str]:
+    if summary.sizes is None:
+        return []
+    small, middle, large = (" × ".join(map(str, summary.sizes[k])) for k in ("smallest", "median", "largest"))
+    formats = ", ".join(f"{count} {name}" for name, count in summary.formats.items())
+    span = f"all {small}" if small == large else f"{small} to {large}, median {middle}"
+    return ["", f"  pixels      {span} ({formats})"]
+
+
+def _class_lines(summary: "Summary", noun: str) -> list[str]:
+    lines = ["  " + noun.ljust(32) + "".join(f"{name:>12}" for name in summary.counts)]
     for label in summary.labels[:SHOWN_CLASSES]:
         shown = label if len(label) <= 30 else label[:29] + "…"
         row = "  " + shown.ljust(32) + "".join(f"{counts[label]:12}" for counts in summary.counts.values())
         lines.append(row + _range(summary.values.get(label)))
-    if len(summary.labels) > SHOWN_CLASSES:
-        lines.append(f"  … and {len(summary.labels) - SHOWN_CLASSES} more (--json lists all)")
-    lines += [""] if summary.notes() else []
-    lines += [f"note: {note}" for note in summary.notes()]
-    lines += [f"  {name}: {reason}" for name, reason in list(summary.bad.items())[:SHOWN_BAD]]
-    if len(summary.bad) > SHOWN_BAD:
-        lines.append(f"  … and {len(summary.bad) - SHOWN_BAD} more (--json lists all)")
-    return "\n".join(lines)
+    return [*lines, *_more(len(summary.labels) - SHOWN_CLASSES)]
+
+
+def _more(count: int) -> list[str]:
+    return [f"  … and {count} more (--json lists all)"] if count > 0 else []
 
 
 def _range(facts: "dict[str, float] | None") -> str:

@@ -1,130 +1,166 @@
-"""vit-memory evaluate and predict: what trained tasks say, and how often they are right."""
+"""vit-memory evaluate: score trained tasks on labelled images."""
 
-import csv
+import enum
 import json
-import sys
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vit_memory.cli.data import (
-    SHOWN_CLASSES,
-    DataDir,
-    Download,
-    ImageColumn,
-    KindOption,
-    LabelColumn,
-    Seed,
-    TaskKind,
-    column_names,
-)
+from vit_memory.cli.data import DataOptions, OnBadImage, OnBadImageOption, Seed, TaskKind
+from vit_memory.cli.models import ComputeOptions, ModelOptions
+from vit_memory.cli.options import spread_options
 from vit_memory.cli.progress import show_log
-from vit_memory.cli.tasks import Rename, parse_rename
+from vit_memory.cli.score_pages import page
 
 if TYPE_CHECKING:
-    from vit_memory.evaluation.answering import Answered
-    from vit_memory.evaluation.metrics import AnyScores, MultiLabelScores, RegressionScores, Scores
+    from vit_memory.data.sources import Dataset
+    from vit_memory.evaluation.models import Model
     from vit_memory.task import Task
 
-Sources = Annotated[list[Path], typer.Argument(metavar="TASK|BUNDLE…", help="Task files or bundle folders.")]
-BackboneOption = Annotated[str | None, typer.Option(help="Another source for the backbone than the tasks name.")]
-Tasks = Annotated[list[str] | None, typer.Option("--task", help="Only this task; may be given again.")]
-Batch = Annotated[int, typer.Option(min=1, help="Images per pass.")]
-Workers = Annotated[int | None, typer.Option(min=0, help="Processes that load images.  [default: cores]")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads that compute.  [default: cores]")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, mps.")]
+
+class SplitName(str, enum.Enum):
+    """A split of a dataset."""
+
+    test = "test"
+    validation = "validation"
+    train = "train"
 
 
+@dataclass(frozen=True)
+class ScoredImages:
+    """The images to score on."""
+
+    data: Annotated[str, typer.Option(help="Labelled images: DATA as in vit-memory data.", show_default=False)]
+    split: Annotated[SplitName, typer.Option(help="The images of DATA to score on.")] = SplitName.test
+    on_bad_image: OnBadImageOption = OnBadImage.fail
+    seed: Seed = 0
+
+
+@spread_options
 def evaluate(
-    sources: Sources,
-    data: Annotated[str, typer.Option(help="Labelled images: DATA as in vit-memory data.", show_default=False)],
-    split: Annotated[str, typer.Option(help="test, validation or train.")] = "test",
-    backbone: BackboneOption = None,
-    task: Tasks = None,
-    rename: Rename = None,
-    batch: Batch = 64,
-    workers: Workers = None,
-    device: Device = "cpu",
-    threads: Threads = None,
-    on_bad_image: Annotated[str, typer.Option(help="fail or skip.")] = "fail",
-    seed: Seed = 0,
-    data_dir: DataDir = None,
-    download: Download = False,
-    image_column: ImageColumn = None,
-    label_column: LabelColumn = None,
-    kind: KindOption = TaskKind.auto,
-    as_json: Annotated[bool, typer.Option("--json", help="All numbers as JSON, confusion matrices included.")] = False,
+    sources: Annotated[list[Path], typer.Argument(metavar="TASK|BUNDLE", help="Task files or bundle folders.")],
+    *,
+    images: ScoredImages,
+    data: DataOptions,
+    model: ModelOptions,
+    compute: ComputeOptions,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON with confusion matrices instead of text.")] = False,
 ) -> None:
-    """Score tasks on labelled images, all of them in one pass.
+    """Score tasks on labelled images, all tasks in one pass.
 
-    Single-label: accuracy with its interval, per class, calibration. Multi-label: mAP, F1, precision and recall.
-    Regression: MAE, RMSE and R². The columns and the kind are those the task was trained with, unless told otherwise.
+    Single-label: accuracy with interval, precision and recall per class, calibration. Multi-label: mAP, F1, precision
+    and recall. Regression: MAE, RMSE and R². By default every task is scored with the columns and the kind that it was
+    trained with. Tasks whose labels the images do not have are left out, unless they are named with --task.
     """
-    if on_bad_image not in ("fail", "skip"):
-        raise typer.BadParameter(f"{on_bad_image}: expected fail, skip.", param_hint="--on-bad-image")
-    from vit_memory.data.loading import BadImages, default_workers
-    from vit_memory.data.sources import open_data
-    from vit_memory.errors import DataError
-    from vit_memory.evaluation.answering import evaluate as run
-    from vit_memory.evaluation.answering import open_model, why_not_scored
-    from vit_memory.parallel import limit_threads
-
     show_log()
-    limit_threads(threads)
-    model = open_model(sources, backbone, device, parse_rename(rename))
-    chosen = [model.tasks[name] for name in task or model.tasks]
-    open_for = partial(open_data, data, data_dir=data_dir, download=download, image_column=image_column, seed=seed)
-    score = partial(
-        run,
-        model,
-        batch=batch,
-        workers=default_workers() if workers is None else workers,
-        threads=threads,
-        on_bad_image=on_bad_image,  # type: ignore[arg-type]
-    )
-    apart = kind is TaskKind.auto and label_column is None  # every task with the columns it was trained on
-    sections: list[str] = []
-    results: dict[str, Any] = {}
-    skipped = BadImages()
-    reasons: dict[str, str] = {}  # why tasks of a bundle are not scored, by name
-    for group in _by_columns(chosen) if apart else [chosen]:
-        kinds = {one.kind for one in group}
-        try:
-            dataset = open_for(
-                label_column=column_names(label_column, _columns(group[0]) if apart else ("label",)),
-                kind=kinds.pop() if kind is TaskKind.auto and len(kinds) == 1 else kind.value,
-                labels=group[0].labels if len(group) == 1 and group[0].kind == "multi-label" else None,
-            )
-        except DataError as error:
-            reasons |= dict.fromkeys([one.name for one in group], f"{error}{_other_columns(group, apart)}")
-            continue
-        if split not in dataset.splits:
-            raise typer.BadParameter(f"{split}: {data} has {', '.join(dataset.splits)}.", param_hint="--split")
-        found = {one.name: why_not_scored(one, dataset.splits[split], dataset.labels) for one in group}
-        reasons |= {name: reason for name, reason in found.items() if reason}
-        names = [name for name, reason in found.items() if not reason]
-        if not names or (task and reasons):
-            continue
-        bad = BadImages()
-        scores = score(dataset.splits[split], dataset.labels, names, bad=bad)
-        skipped.reasons.update(bad.reasons)
-        results |= {name: one.as_json() for name, one in scores.items()}
-        left_out = f", {len(bad)} bad ones left out" if bad else ""
-        sections.append(f"{data}, {split}: {len(dataset.splits[split]) - len(bad)} images{left_out}")
-        sections += [page(name, one) for name, one in scores.items()]
-    if reasons and (task or not results):  # a bundle may hold tasks that these images say nothing of, not all of them
-        raise DataError("\n".join(dict.fromkeys(reasons.values())))
-    for name, reason in reasons.items():
+    compute.limit_threads()
+    opened = model.open(sources)
+    tasks = [opened.tasks[name] for name in model.task or opened.tasks]
+    report = _Evaluation(opened, images, data, compute, named=bool(model.task)).run(tasks)
+    for name, reason in report.not_scored.items():
         typer.echo(f"not scored: {name}. {reason}", err=True)
-    if as_json:
-        bad_images = [{"image": name, "reason": reason} for name, reason in skipped.reasons.items()]
-        record = {"data": data, "split": split, "skipped": bad_images, "tasks": results}
-        typer.echo(json.dumps(record, indent=2, ensure_ascii=False))
-        return
-    typer.echo("\n\n".join(sections))
+    typer.echo(report.as_json(images) if as_json else "\n\n".join(report.sections))
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What was scored, and what was not."""
+
+    sections: list[str] = field(default_factory=list)
+    scores: dict[str, Any] = field(default_factory=dict)  # JSON values by task
+    skipped: dict[str, str] = field(default_factory=dict)  # reasons by image
+    not_scored: dict[str, str] = field(default_factory=dict)  # reasons by task
+
+    def as_json(self, images: ScoredImages) -> str:
+        skipped = [{"image": name, "reason": reason} for name, reason in self.skipped.items()]
+        record = {"data": images.data, "split": images.split.value, "skipped": skipped, "tasks": self.scores}
+        return json.dumps(record, indent=2, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    """Scores tasks in groups: one group per kind and label columns, as each needs the data opened in its own way."""
+
+    model: "Model"
+    images: ScoredImages
+    data: DataOptions
+    compute: ComputeOptions
+    named: bool  # the user named the tasks, so each has to be scored
+
+    def run(self, tasks: "Sequence[Task]") -> _Report:
+        from vit_memory.errors import DataError
+
+        report = _Report()
+        for group in _by_columns(tasks) if self._own_columns else [tasks]:
+            try:
+                dataset = self._open(group)
+            except DataError as error:
+                reason = f"{error}{self._column_hint(group)}"
+                report.not_scored.update(dict.fromkeys([task.name for task in group], reason))
+            else:
+                self._score(group, dataset, report)
+        if report.not_scored and (self.named or not report.scores):
+            raise DataError("\n".join(dict.fromkeys(report.not_scored.values())))
+        return report
+
+    @property
+    def _own_columns(self) -> bool:
+        """Whether every task is scored with the columns and the kind that it was trained with."""
+        return self.data.kind is TaskKind.auto and self.data.label_column is None
+
+    def _open(self, group: "Sequence[Task]") -> "Dataset":
+        kinds = {task.kind for task in group}
+        return self.data.open(
+            self.images.data,
+            self.images.seed,
+            columns=_columns(group[0]) if self._own_columns else ("label",),
+            kind=kinds.pop() if len(kinds) == 1 else "auto",
+            labels=group[0].labels if len(group) == 1 and group[0].kind == "multi-label" else None,
+        )
+
+    def _score(self, group: "Sequence[Task]", dataset: "Dataset", report: _Report) -> None:
+        from vit_memory.data.loading import BadImages
+        from vit_memory.evaluation.inference import evaluate as score
+        from vit_memory.evaluation.inference import why_not_scored
+
+        name = self.images.split.value
+        if name not in dataset.splits:
+            raise typer.BadParameter(
+                f"{name}: {self.images.data} has {', '.join(dataset.splits)}.", param_hint="--split"
+            )
+        split = dataset.splits[name]
+        reasons = {task.name: why_not_scored(task, split, dataset.labels) for task in group}
+        report.not_scored.update({task: reason for task, reason in reasons.items() if reason})
+        names = [task for task, reason in reasons.items() if not reason]
+        if not names or (self.named and report.not_scored):
+            return
+        skipped = BadImages()
+        scores = score(
+            self.model,
+            split,
+            dataset.labels,
+            names,
+            batch=self.compute.batch,
+            workers=self.compute.loader_processes,
+            threads=self.compute.threads,
+            skipped=skipped if self.images.on_bad_image is OnBadImage.skip else None,
+        )
+        report.skipped.update(skipped.reasons)
+        report.scores.update({task: one.as_json() for task, one in scores.items()})
+        bad = f", {len(skipped)} bad ones skipped" if skipped else ""
+        report.sections.append(f"{self.images.data}, {name}: {len(split) - len(skipped)} images{bad}")
+        report.sections.extend(page(task, one) for task, one in scores.items())
+
+    def _column_hint(self, tasks: "Sequence[Task]") -> str:
+        """What to do if the data lack the columns that tasks were trained with."""
+        columns = ", ".join(_columns(tasks[0]))
+        if not self._own_columns or columns == "label":
+            return ""
+        names = ", ".join(task.name for task in tasks)
+        return f" {names} was trained with {columns}; name other columns, or some of these, with --label-column."
 
 
 def _columns(task: "Task") -> tuple[str, ...]:
@@ -133,165 +169,8 @@ def _columns(task: "Task") -> tuple[str, ...]:
 
 
 def _by_columns(tasks: "Sequence[Task]") -> "list[list[Task]]":
-    """Tasks that the same columns of a table can be the truth for, together."""
+    """Tasks of the same kind and label columns, together."""
     groups: dict[tuple[str, tuple[str, ...]], list[Task]] = {}
     for task in tasks:
         groups.setdefault((task.kind, _columns(task)), []).append(task)
     return list(groups.values())
-
-
-def _other_columns(tasks: "Sequence[Task]", apart: bool) -> str:
-    """What to do where the columns that tasks were trained with are not those of the images."""
-    columns = ", ".join(_columns(tasks[0]))
-    if not apart or columns == "label":
-        return ""
-    names = ", ".join(task.name for task in tasks)
-    return f" {names} was trained with {columns}; name other columns, or some of these, with --label-column."
-
-
-def page(name: str, found: "AnyScores") -> str:
-    """One task's scores for a person to read."""
-    from vit_memory.evaluation.metrics import MultiLabelScores, RegressionScores
-
-    if isinstance(found, MultiLabelScores):
-        return _labels_page(name, found)
-    if isinstance(found, RegressionScores):
-        return _values_page(name, found)
-    return _classes_page(name, found)
-
-
-def _classes_page(name: str, found: "Scores") -> str:
-    low, high = (100 * end for end in found.interval)
-    lines = [f"{name}: accuracy {100 * found.top1:.1f} % (95 % interval {low:.1f} to {high:.1f})"]
-    if found.top5 is not None:
-        lines.append(f"  top-5 accuracy         {100 * found.top5:.1f} %")
-    lines.append(f"  balanced accuracy      {100 * found.balanced_accuracy:.1f} %")
-    lines.append(f"  macro F1               {found.macro_f1:.3f}")
-    lines.append(f"  calibration error      {100 * found.calibration_error:.1f} points")
-    hardest = sorted(
-        ((row["recall"], label) for label, row in found.per_class().items() if row["recall"] is not None),
-    )[:3]
-    lines.append(
-        "  lowest recall          " + ", ".join(f"{label} ({100 * recall:.0f} %)" for recall, label in hardest)
-    )
-    confused = ", ".join(f"{shown} as {answered} ({times})" for shown, answered, times in found.mistakes(3))
-    if confused:
-        lines.append(f"  most confused          {confused}")
-    return "\n".join(lines)
-
-
-def _labels_page(name: str, found: "MultiLabelScores") -> str:
-    low, high = found.interval
-    lines = [f"{name}: mAP {found.mean_average_precision:.3f} (95 % interval {low:.3f} to {high:.3f})"]
-    lines.append(f"  F1, over all labels    {found.micro_f1:.3f}")
-    lines.append(f"  F1, mean over labels   {found.macro_f1:.3f}")
-    if found.subset_accuracy is not None:
-        lines.append(f"  every label right      {100 * found.subset_accuracy:.1f} % of the images")
-    columns = ("images", "average_precision", "precision", "recall", "f1")
-    lines.append(
-        "  " + "label".ljust(28) + "".join(f"{title:>10}" for title in ("images", "AP", "precision", "recall", "F1"))
-    )
-    known = sorted(found.per_label.items(), key=lambda item: -item[1].images)
-    for label, one in known[:SHOWN_CLASSES]:
-        cells = [getattr(one, column) for column in columns]
-        text = "".join(
-            f"{'-' if cell is None else format(cell, 'd' if isinstance(cell, int) else '.3f'):>10}" for cell in cells
-        )
-        lines.append(f"  {label[:27]:28}{text}")
-    if len(known) > SHOWN_CLASSES:
-        lines.append(f"  … and {len(known) - SHOWN_CLASSES} more (--json lists all)")
-    return "\n".join(lines)
-
-
-def _values_page(name: str, found: "RegressionScores") -> str:
-    lines = [f"{name}: R² {found.r2:.3f}"]
-    for label, one in found.per_value.items():
-        figures = (
-            ("R²", one.r2, one.r2_interval),
-            ("MAE", one.mae, one.mae_interval),
-            ("RMSE", one.rmse, one.rmse_interval),
-        )
-        lines.append(f"  {label}, {one.images} images")
-        lines += [
-            f"    {title:6}{value:10.4g}  (95 % interval {low:.4g} to {high:.4g})"
-            for title, value, (low, high) in figures
-        ]
-    return "\n".join(lines)
-
-
-def predict(
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGE|FOLDER…", help="Images, or folders of any size.")],
-    sources: Annotated[list[Path], typer.Option("--bundle", help="Bundle folder or task file; may be given again.")],
-    backbone: BackboneOption = None,
-    task: Tasks = None,
-    rename: Rename = None,
-    form: Annotated[str, typer.Option("--format", help="table, csv or jsonl.")] = "table",
-    batch: Batch = 64,
-    workers: Workers = None,
-    threads: Threads = None,
-    device: Device = "cpu",
-) -> None:
-    """Print what every task says of every image, as it goes; a bad image gets its reason. Exit 1 if all are bad."""
-    if form not in ("table", "csv", "jsonl"):
-        raise typer.BadParameter(f"{form}: expected table, csv, jsonl.", param_hint="--format")
-    missing = [str(path) for path in images if not path.exists()]
-    if missing:
-        raise typer.BadParameter(f"{', '.join(missing)}: no such file or folder.")
-    from vit_memory.data.loading import default_workers
-    from vit_memory.evaluation.answering import image_files, open_model
-    from vit_memory.evaluation.answering import predict as run
-    from vit_memory.parallel import limit_threads
-
-    limit_threads(threads)
-    model = open_model(sources, backbone, device, parse_rename(rename))
-    names = task or list(model.tasks)
-    workers = default_workers() if workers is None else workers
-    one = len(images) == 1 and images[0].is_file()
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    tasks = [model.tasks[name] for name in names]
-    if form == "csv":
-        writer.writerow(["image", *(title for one in tasks for title in _csv_titles(one)), "error"])
-    good = False
-    found = run(model, image_files(images), names, batch=batch, workers=0 if one else workers, threads=threads)
-    for answered in found:
-        good |= answered.error is None
-        if form == "csv":
-            cells = [cell for one in tasks for cell in _csv_cells(one, answered)]
-            writer.writerow([answered.path, *cells, answered.error or ""])
-        else:
-            typer.echo(_json_line(answered) if form == "jsonl" else _text_line(answered))
-    if not good:
-        raise typer.Exit(1)
-
-
-def _csv_titles(task: "Task") -> list[str]:
-    if task.kind == "regression":
-        return [f"{task.name} {label}" for label in task.labels]
-    return [task.name, f"{task.name} {'confidence' if task.kind == 'single-label' else 'probabilities'}"]
-
-
-def _csv_cells(task: "Task", answered: "Answered") -> list[str]:
-    """A label and its confidence; the labels present and their probabilities, separated by semicolons; or values."""
-    prediction = answered.answers.get(task.name)
-    if prediction is None:
-        return [""] * len(_csv_titles(task))
-    values = prediction.as_json()
-    if "values" in values:
-        return [f"{value:.7g}" for value in values["values"].values()]
-    if "labels" in values:
-        present = values["labels"]
-        return [";".join(p["label"] for p in present), ";".join(f"{p['probability']:.4f}" for p in present)]
-    return [values["label"], f"{values['confidence']:.4f}"]
-
-
-def _json_line(answered: "Answered") -> str:
-    said = {name: prediction.as_json() for name, prediction in answered.answers.items()}
-    told = {"image": answered.path, "tasks": said} | ({"error": answered.error} if answered.error else {})
-    return json.dumps(told, ensure_ascii=False)
-
-
-def _text_line(answered: "Answered") -> str:
-    if answered.error:
-        return f"{answered.path}  error: {answered.error}"
-    said = "  ".join(f"{name}: {prediction.text()}" for name, prediction in answered.answers.items())
-    return f"{answered.path}  {said}"

@@ -18,8 +18,8 @@ from vit_memory.cli.data import (
     Source,
     TaskKind,
     column_names,
-    looked_at,
     page,
+    summarise_images,
 )
 from vit_memory.cli.progress import TrainingProgress, show_log, stopping
 from vit_memory.cli.settings import print_settings
@@ -144,7 +144,7 @@ def train(
     from vit_memory.data.sources import open_data
     from vit_memory.errors import DataError, TrainingStopped
     from vit_memory.files.collect import collect_tasks
-    from vit_memory.files.taskfile import read_task
+    from vit_memory.files.taskfile import load_task
     from vit_memory.parallel import limit_threads
     from vit_memory.task import check_name
     from vit_memory.training.cache import Cache
@@ -188,7 +188,7 @@ def train(
         kind=kind.value,
         seed=seed,
     )
-    summary = looked_at(dataset)
+    summary = summarise_images(dataset)
     typer.echo(page(summary) + "\n", err=True)
     if summary.bad and on_bad_image == "fail":
         bad, reason = next(iter(summary.bad.items()))
@@ -210,7 +210,7 @@ def train(
                 grid,
                 followed,
                 parents=[file.task for file in collect_tasks(paths)],
-                direct_parents=[read_task(path).name for path in paths],
+                direct_parents=[load_task(path).name for path in paths],
                 image_size=image_size,
                 per_class=per_class,
                 cache=Cache(cache, cache_dtype, cache_dir, cache_limit),  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ def score_text(scores: AnyScores) -> str:
         return f"R² {scores.r2:.3f}"
     if isinstance(scores, MultiLabelScores):
         return f"mAP {scores.mean_average_precision:.3f}"
-    return f"{100 * scores.top1:.1f} %"
+    return f"{100 * scores.accuracy:.1f} %"
 
 
 def _row(result: DemoResult, trained: TrainedTask) -> str:

@@ -20,6 +20,7 @@ from vit_memory.data.transforms import Evaluation
 from vit_memory.demo.images import DemoImages, draw_images
 from vit_memory.evaluation.metrics import AnyScores, score_task
 from vit_memory.families import bundled
+from vit_memory.files.taskfile import save_task
 from vit_memory.model import MemoryViT
 from vit_memory.predictions import Prediction, predictions
 from vit_memory.task import Kind, Task
@@ -154,7 +155,7 @@ def _train(
     for setting in sorted(result.settings, key=lambda setting: -math.inf if setting.score is None else setting.score):
         best[setting.task.regime] = setting.task
     path = folder / f"{demo_task.name}.safetensors"
-    best["memory"].save(path)
+    save_task(best["memory"], path)
     # A head reads nothing of its parents, so it can be attached without them.
     linear_head = replace(best["head"], parents=(), parent_digests={})
     return TrainedTask(demo_task, best["memory"], linear_head, time.perf_counter() - start, path.stat().st_size)

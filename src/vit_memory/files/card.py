@@ -1,13 +1,25 @@
-"""What a task or a bundle says of itself: a card for the terminal, and a model card for the hub."""
+"""Descriptions of tasks for people: a card for the terminal, and the model card of a bundle on the hub."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vit_memory.files.bundle import Bundle
+from vit_memory.backbone import BackboneIdentity
 from vit_memory.files.taskfile import describe
 from vit_memory.task import Task
+
+SHOWN_LABELS = 8
+_PYTHON = """
+```python
+from vit_memory import Bundle
+
+bundle = Bundle.from_pretrained({repo})
+model = bundle.model()  # the backbone, with every task attached
+outputs = model(images)  # (B, 3, height, width), preprocessed as in model.backbone.preprocessing
+outputs[{task}]  # (B, C): logits, or the values of a regression task
+```
+"""
 
 
 def facts(path: Path, task: Task) -> dict[str, Any]:
@@ -22,85 +34,75 @@ def facts(path: Path, task: Task) -> dict[str, Any]:
 
 
 def card(path: Path, task: Task) -> str:
-    """A task file for people to read."""
-    told = facts(path, task)
-    shown = list(task.labels[:8]) + ([f"… {len(task.labels)} in all"] if len(task.labels) > 8 else [])
+    """What a task file holds, as lines for the terminal."""
+    half_of = task.record.half_of
     memory = f"{task.cells} cells in each of {task.backbone.depth} blocks{' (raw)' if task.raw_memory else ''}"
+    size = f"{task.parameters:_} parameters, {path.stat().st_size / 1000:_.1f} kB on disk"
     lines = {
-        "answers": f"{task.kind}: {', '.join(shown)}",
+        "kind": task.kind,
+        "labels": _label_list(task.labels),
         **_kind_facts(task),
         "regime": task.regime + (f", {memory}" if task.cells else ""),
-        "learned": f"{task.parameters:_} parameters, {told['bytes'] / 1000:_.1f} kB on disk".replace("_", " "),
+        "size": size.replace("_", " "),
         "extends": ", ".join(task.parents) or "nothing",
         "backbone": f"{task.backbone.name} ({task.backbone.family}, width {task.backbone.width}, "
         f"{task.backbone.depth} blocks, fingerprint {task.backbone.fingerprint[:12]}…)",
-        "metrics": _short(task.record.metrics),
-        "recipe": _short(task.record.recipe),
+        "metrics": _pairs(task.record.metrics),
+        "recipe": _pairs(task.record.recipe),
         "created": f"{task.record.created or 'unknown'}, vit-memory {task.record.library_version or 'unknown'}",
-        "digest": f"{told['digest'][:12]}…" + (f", float16 of {told['half_of'][:12]}…" if told["half_of"] else ""),
+        "digest": f"{task.digest[:12]}…" + (f", float16 of {half_of[:12]}…" if half_of else ""),
     }
-    return "\n".join([f"{task.name}  ({path})", *(f"  {key:10}{value}" for key, value in lines.items())])
+    return "\n".join([f"{task.name}  ({path})", *(f"  {key:12}{value}" for key, value in lines.items())])
+
+
+def model_card(repo: str, backbone: BackboneIdentity, tasks: Sequence[Task]) -> str:
+    """README.md of a bundle on the hub."""
+    front = ["---", "library_name: vit-memory", "tags: [vit-memory, image-classification]"]
+    if backbone.name.count("/") == 1 and not backbone.name.startswith((".", "/")):
+        front.append(f"base_model: {json.dumps(backbone.name)}")
+    summary = (
+        f"{counted(len(tasks), 'task')} for one frozen {_cell(backbone.name)} (fingerprint "
+        f"`{backbone.fingerprint[:12]}…`). The output of the backbone stays identical to the bit, and one pass answers "
+        f"all tasks."
+    )
+    table = ["| task | kind | labels | regime | extends | metrics |", "|---|---|---|---|---|---|", *map(_row, tasks)]
+    python = _PYTHON.format(repo=json.dumps(repo), task=json.dumps(tasks[0].name if tasks else "task"))
+    return "\n".join([*front, "---", "", f"# {repo.rsplit('/', maxsplit=1)[-1]}", "", summary, "", *table, python])
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: `1 task`, `2 tasks`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _label_list(labels: Sequence[str]) -> str:
+    more = [f"… {len(labels)} in all"] if len(labels) > SHOWN_LABELS else []
+    return ", ".join([*labels[:SHOWN_LABELS], *more])
 
 
 def _kind_facts(task: Task) -> dict[str, str]:
-    """Thresholds of a multi-label task, the units of a regression task."""
+    """Thresholds of a multi-label task, mean and standard deviation of the values of a regression task."""
     if task.thresholds is not None:
         low, high = min(task.thresholds), max(task.thresholds)
-        return {"present": f"from a probability of {low:.2f} to {high:.2f}, by label"}
+        return {"thresholds": f"probability {low:.2f} to {high:.2f}, by label"}
     if task.target_scale is not None:
-        known = zip(task.labels, task.target_scale.mean, task.target_scale.std, strict=True)
-        return {"values": ", ".join(f"{name}: mean {mean:.4g}, std {std:.4g}" for name, mean, std in known)}
+        scales = zip(task.labels, task.target_scale.mean, task.target_scale.std, strict=True)
+        return {"values": ", ".join(f"{name}: mean {mean:.4g}, std {std:.4g}" for name, mean, std in scales)}
     return {}
 
 
-def counted(number: int, what: str) -> str:
-    """A number of things, in words that fit."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _short(values: Any) -> str:
+def _pairs(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {json.dumps(value)}" for key, value in values.items()) or "none recorded"
 
 
-def model_card(bundle: Bundle, tasks: Sequence[Task], repo: str) -> str:
-    """README.md of a bundle on the hub."""
-    front = ["---", "library_name: vit-memory", "tags: [vit-memory, image-classification]"]
-    if bundle.backbone.name.count("/") == 1 and not bundle.backbone.name.startswith((".", "/")):
-        front.append(f"base_model: {json.dumps(bundle.backbone.name)}")
-    rows = [
-        f"| {task.name} | {task.kind} | {len(task.labels)}: {_cell(', '.join(task.labels[:6]))}"
-        f"{' …' if len(task.labels) > 6 else ''} | {task.regime}, {task.cells} cells "
-        f"| {', '.join(task.parents) or '-'} | {_cell(_short(task.record.metrics))} |"
-        for task in tasks
-    ]
-    return "\n".join(
-        [
-            *front,
-            "---",
-            "",
-            f"# {repo.rsplit('/', maxsplit=1)[-1]}",
-            "",
-            f"{counted(len(tasks), 'task')} for one frozen {_cell(bundle.backbone.name)} (fingerprint "
-            f"`{bundle.backbone.fingerprint[:12]}…`): the original output stays identical to the bit, and all tasks "
-            f"answer in one pass.",
-            "",
-            "| task | kind | labels | learned | extends | metrics |",
-            "|---|---|---|---|---|---|",
-            *rows,
-            "",
-            "```python",
-            "from vit_memory import Bundle",
-            "",
-            f"bundle = Bundle.from_pretrained({json.dumps(repo)})",
-            "model = bundle.model()  # the backbone, with every task attached",
-            "outputs = model(images)  # (B, 3, height, width), prepared as model.backbone.preprocessing says",
-            f"outputs[{json.dumps(tasks[0].name if tasks else 'task')}]  # logits",
-            "```",
-            "",
-        ]
+def _row(task: Task) -> str:
+    labels = f"{len(task.labels)}: {_cell(', '.join(task.labels[:6]))}{' …' if len(task.labels) > 6 else ''}"
+    return (
+        f"| {task.name} | {task.kind} | {labels} | {task.regime}, {task.cells} cells "
+        f"| {', '.join(task.parents) or '-'} | {_cell(_pairs(task.record.metrics))} |"
     )
 
 
 def _cell(text: str) -> str:
-    """Text of strangers inside a table: no new column, line or markup."""
+    """Text from a file, safe inside a table: no new column, line or markup."""
     return text.replace("|", "/").replace("\n", " ").replace("<", "‹").replace(">", "›")

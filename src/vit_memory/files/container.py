@@ -1,4 +1,4 @@
-"""The safetensors container, written to the same bytes every time and read with nothing taken on trust.
+"""The safetensors container: equal content gives equal bytes, and every byte is checked when it is read.
 
     8 bytes   length of the header, little endian
     header    JSON, padded with spaces to a multiple of 8:
@@ -6,9 +6,9 @@
                <tensor>: {"dtype": …, "shape": […], "data_offsets": [from, to]} …}
     data      the tensors' bytes, one after the other in the header's order, no gaps
 
-`sha256` covers the whole file, with itself as 64 zeros, so that a flipped bit anywhere is found. Any safetensors
-reader opens these files. This one refuses more: unknown or repeated keys, gaps, overlaps, other dtypes, headers larger
-than what they describe. It runs no code, and the tensors are views of the one copy of the file in memory.
+`sha256` covers the whole file, with itself as 64 zeros, so that a flipped bit anywhere is detected. Any safetensors
+reader opens these files. This one also refuses unknown or repeated keys, gaps, overlaps, other dtypes, and headers
+larger than their data justifies. It runs no code, and the tensors are views of one copy of the file in memory.
 """
 
 import hashlib
@@ -29,14 +29,14 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ZEROS = "0" * 64
 _LARGEST_HEADER = 64 * 2**20
-# A label costs a few bytes in the header and a row of the head in the data. JSON that lists more than its data can
-# stand for would only fill memory: a Python object takes some sixty bytes for the two of `[]`.
+# A label takes a few bytes in the header and a row of the head in the data. A header with far more items than its data
+# justifies would only fill memory: the two bytes of `[]` become a Python object of some sixty bytes.
 _FREE_ITEMS, _BYTES_PER_ITEM, _MOST_NESTED = 10_000, 16, 2_000
 
 
 def write_container(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors (float32, float16 or bfloat16) and text, atomically. Equal content gives equal bytes."""
-    header: dict[str, Any] = {"__metadata__": {"sha256": _ZEROS, **metadata}}  # first, so that it is found first
+    """Write tensors (float32, float16 or bfloat16) and texts, whole or not at all."""
+    header: dict[str, Any] = {"__metadata__": {"sha256": _ZEROS, **metadata}}  # the first zeros of the text
     data: list[bytes] = []
     position = 0
     for name, tensor in tensors.items():
@@ -56,7 +56,7 @@ def write_container(path: Path, metadata: Mapping[str, str], tensors: Mapping[st
 
 
 def read_container(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The text and the tensors of a file, every byte of it checked."""
+    """The metadata and the tensors of a file, every byte checked."""
     content = _read(path)
     if len(content) < 8:
         raise DamagedFile(f"{path}: {len(content)} bytes, too short to be a task file.")
@@ -64,24 +64,24 @@ def read_container(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     if length > min(len(content) - 8, _LARGEST_HEADER):
         if _is_pickle(content):
             raise UnsafeFile(
-                f"{path}: a pickled PyTorch file, which could run code: not opened. "
+                f"{path}: a pickled PyTorch file, which could run code; not opened. "
                 f"Files of the 2023 reproduction: vit-memory import {path.name} --backbone …"
             )
         raise DamagedFile(
-            f"{path}: the header claims {length} bytes, the file has {len(content)}: cut off or no task file."
+            f"{path}: the header claims {length} bytes, the file has {len(content)}: cut off, or not a task file."
         )
     text = bytes(memoryview(content)[8 : 8 + length])
     data = memoryview(content)[8 + length :]
     header = _parse(path, text, len(data))
     metadata = header.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise DamagedFile(f"{path}: the header has no metadata of texts: no file of vit-memory.")
+        raise DamagedFile(f"{path}: the header has no metadata of texts: not a vit-memory file.")
     _check_digest(path, content, text, metadata.pop("sha256", ""))
     return metadata, _tensors(path, header, data)
 
 
 def read_format(path: Path) -> str | None:
-    """What the header of a file claims to be, without reading the rest; None where there is no such header."""
+    """The format in the header of a file, without reading the rest; None if there is no such header."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -95,7 +95,7 @@ def read_format(path: Path) -> str | None:
 
 
 def _is_pickle(content: bytearray) -> bool:
-    """A zip as torch.save makes it, or a bare pickle: its protocol, then a first instruction."""
+    """A zip as torch.save writes it, or a bare pickle: its protocol, then a first instruction."""
     return content[:4] == b"PK\x03\x04" or (content[0] == 0x80 and 2 <= content[1] <= 5 and content[2] != 0)
 
 
@@ -104,41 +104,41 @@ def _read(path: Path) -> bytearray:
         size = path.stat().st_size
         content = bytearray(size)
         with path.open("rb") as file:
-            got = file.readinto(content)
+            size_read = file.readinto(content)
     except FileNotFoundError:
         raise FileError(f"{path}: no such file.") from None
     except OSError as error:
         raise FileError(f"{path}: cannot be read, {error.strerror}.") from error
-    if got != size:
-        raise DamagedFile(f"{path}: {got} of {size} bytes could be read.")
+    if size_read != size:
+        raise DamagedFile(f"{path}: {size_read} of {size} bytes could be read.")
     return content
 
 
 def _parse(path: Path, text: bytes, data_bytes: int) -> dict[str, Any]:
     items, nested = text.count(b","), text.count(b"[") + text.count(b"{")
     if items > _FREE_ITEMS + data_bytes // _BYTES_PER_ITEM or nested > _MOST_NESTED:
-        raise DamagedFile(f"{path}: the header lists {items} items in {nested} groups, more than its data could mean.")
+        raise DamagedFile(f"{path}: the header lists {items} items in {nested} groups, more than its data justifies.")
     try:
         header = parse_json(text.decode())
     except (ValueError, RecursionError) as error:
-        raise DamagedFile(f"{path}: the header is no JSON: {error}.") from None
+        raise DamagedFile(f"{path}: the header is not valid JSON: {error}.") from None
     if not isinstance(header, dict):
-        raise DamagedFile(f"{path}: the header is no JSON object.")
+        raise DamagedFile(f"{path}: the header is not a JSON object.")
     return header
 
 
 def parse_json(text: str) -> Any:
-    """JSON as the standard has it: no key twice, no NaN, no infinity. Raises ValueError."""
+    """Strict JSON: ValueError for a repeated key, NaN or infinity."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        values = dict(pairs)
+        if len(values) != len(pairs):
             keys = [key for key, _ in pairs]
             raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
-        return found
+        return values
 
     def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is no JSON")
+        raise ValueError(f"{constant} is not valid JSON")
 
     return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
 
@@ -158,12 +158,12 @@ def _tensors(path: Path, header: Mapping[str, Any], data: memoryview) -> dict[st
     for name, entry in header.items():
         where = f"{path}: tensor {name!r}"
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise DamagedFile(f"{where}: described by other than dtype, shape and data_offsets.")
+            raise DamagedFile(f"{where}: expected the fields dtype, shape and data_offsets.")
         if entry["dtype"] not in _DTYPES:
             raise DamagedFile(f"{where}: dtype {entry['dtype']!r}, expected one of {', '.join(_DTYPES)}.")
         dtype, shape, offsets = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
         if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2 or len(shape) > 8:
-            raise DamagedFile(f"{where}: shape {shape!r} at {offsets!r} is no shape or place.")
+            raise DamagedFile(f"{where}: shape {shape!r} at {offsets!r} is not a valid shape or position.")
         size = math.prod(shape) * dtype.itemsize
         if offsets != [position, position + size] or offsets[1] > len(data):
             raise DamagedFile(
@@ -176,7 +176,7 @@ def _tensors(path: Path, header: Mapping[str, Any], data: memoryview) -> dict[st
         )
         position += size
     if position != len(data):
-        raise DamagedFile(f"{path}: {len(data) - position} bytes after the last tensor that nothing describes.")
+        raise DamagedFile(f"{path}: {len(data) - position} bytes after the last tensor are not described.")
     return tensors
 
 

@@ -1,15 +1,15 @@
-"""Task files under another name, or pinned to other parents, without training again."""
+"""Change task files without training again: rename a task, or pin it to other parents."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vit_memory.errors import BackboneMismatch, FileError, GraphError
-from vit_memory.files.bundle import MANIFEST, bundle_of
 from vit_memory.files.container import read_container, read_format, write_container
-from vit_memory.files.taskfile import FORMAT, backbone_file, read_task, write_task
+from vit_memory.files.manifest import MANIFEST, bundle_of
+from vit_memory.files.taskfile import FORMAT, backbone_file, load_task, save_task
 from vit_memory.graph import has_digest, rename_tasks
-from vit_memory.task import Task, check_name
+from vit_memory.task import Task, TaskRecord, check_name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,22 +23,22 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """One parent of a task: the digest that the task was pinned to, and the one that it is pinned to now."""
+    """One parent of a task: the digest that the task was pinned to before, and the one that it is pinned to now."""
 
     parent: str
-    before: str | None  # None where the parent was named and not pinned
+    before: str | None  # None if the parent was not pinned
     after: str
 
 
 def rename_file(path: Path, name: str, *, out: Path | None = None, children: bool = False) -> list[Change]:
-    """Give the task of a file another name; returns what was written, the task itself first.
+    """Rename the task of a file. Returns the files written, the task's own first.
 
-    The new file `<name>.safetensors` takes the place of the old one. Task files beside it that extend the task are
-    rewritten with `children`, and otherwise a reason to refuse, since they would no longer find it. With `out`, the
-    renamed task is written there, and everything else stays.
+    `<name>.safetensors` replaces the old file. Task files beside it that extend the task would no longer find it:
+    `children=True` rewrites them, otherwise the rename is refused. With `out`, a renamed copy is written there, and
+    everything else stays.
     """
     check_name(name)
-    task = read_task(path)
+    task = load_task(path)
     target = path.with_name(f"{name}.safetensors") if out is None else out
     same_file = target.exists() and target.samefile(path)
     keeps_old = out is not None and not same_file
@@ -46,87 +46,93 @@ def rename_file(path: Path, name: str, *, out: Path | None = None, children: boo
         raise FileError(f"{path}: the task is called {name!r} already.")
     if not keeps_old:
         _refuse_inside_bundle(path, f"vit-memory bundle rename {{bundle}} {task.name} {name}")
-    written = [target, *([backbone_file(target)] if task.regime == "full" else [])]
-    existing = [file for file in written if file.exists()]
-    if existing and not same_file:
-        raise FileError(f"{existing[0]}: exists already; nothing was changed. Move it away, or choose another name.")
+    if not same_file:
+        _refuse_existing(target, *([backbone_file(target)] if task.regime == "full" else []))
     tasks = {path: task, **({} if keeps_old else dict(_tasks_beside(path)))}
+    renamed = _renamed_with_children(path, name, tasks, children)
+    # The new file first and the old one last: wherever this is interrupted, every child finds its parent.
+    if task.regime == "full" and backbone_file(path).exists():
+        metadata, weights = read_container(backbone_file(path))
+        write_container(backbone_file(target), {**metadata, "task": name}, weights)
+    targets = {file: target if file == path else file for file in renamed}
+    for file, task_file in targets.items():
+        save_task(renamed[file], task_file)
+    if not keeps_old and not same_file:
+        path.unlink()
+        if task.regime == "full":
+            backbone_file(path).unlink(missing_ok=True)
+    return [Change(task_file, tasks[file], renamed[file]) for file, task_file in targets.items()]
+
+
+def _renamed_with_children(path: Path, name: str, tasks: dict[Path, Task], children: bool) -> dict[Path, Task]:
+    """The renamed task of `path`, then the other tasks that change with it; refused if these may not change."""
     parents = _parents_within(tasks)
     renamed = rename_tasks(tasks, {path: name}, parents)
     changed = [file for file in tasks if file != path and renamed[file] is not tasks[file]]
     if changed and not children:
         extend = ", ".join(file.name for file in tasks if path in parents[file].values())
         raise GraphError(
-            f"{path}: {extend} beside it would no longer find the parent {task.name!r}; nothing was changed. "
+            f"{path}: {extend} beside it would no longer find the parent {tasks[path].name!r}; nothing was changed. "
             f"Rewrite what extends it too: --children. Or keep {path.name} and write a renamed copy: --out FILE"
         )
-    # The new file first and the old one last: wherever this is cut off, every child finds its parent.
-    if task.regime == "full" and backbone_file(path).exists():
-        about, weights = read_container(backbone_file(path))
-        write_container(backbone_file(target), {**about, "task": name}, weights)
-    write_task(renamed[path], target)
-    for file in changed:
-        write_task(renamed[file], file)
-    if not keeps_old and not same_file:
-        path.unlink()
-        if task.regime == "full":
-            backbone_file(path).unlink(missing_ok=True)
-    places = {path: target, **{file: file for file in changed}}
-    return [Change(place, tasks[file], renamed[file]) for file, place in places.items()]
+    return {file: renamed[file] for file in (path, *changed)}
 
 
 def repin_file(path: Path, parents: Sequence[Path], *, out: Path | None = None) -> tuple[Change, list[Pin]]:
     """Pin the task of a file to the parents in other files, in place or in `out`. Its weights stay as they are.
 
-    A parent is found by its name, or, where it was renamed since, by the digest that the task is pinned to.
+    A parent is found by its name, or, if it was renamed, by the digest that the task is pinned to.
     """
-    task = read_task(path)
+    task = load_task(path)
     target = path if out is None else out
     in_place = target.exists() and target.samefile(path)
-    if target.exists() and not in_place:
-        raise FileError(f"{target}: exists already; nothing was changed. Move it away, or choose another name.")
     if in_place:
         _refuse_inside_bundle(
             path,
             f"vit-memory task repin … --out FILE, then vit-memory bundle remove {{bundle}} {task.name}, then "
             f"vit-memory bundle add {{bundle}} FILE",
         )
-    names, pins = {name: name for name in task.parents}, dict(task.parent_digests)
-    changed: list[Pin] = []
+    else:
+        _refuse_existing(target)
+    names = {name: name for name in task.parents}
+    pins: list[Pin] = []
     for parent_path in parents:
-        parent = read_task(parent_path)
+        parent = load_task(parent_path)
         name = _name_of_parent(path, task, parent_path, parent)
-        if name in {pin.parent for pin in changed}:
+        if name in {pin.parent for pin in pins}:
             raise GraphError(f"{parent_path}: another file is given for {name!r} already; nothing was changed.")
         old = task.parent_digests.get(name)
-        pins[name] = old if old is not None and has_digest(parent, old) else parent.digest
+        pins.append(Pin(name, old, old if old is not None and has_digest(parent, old) else parent.digest))
         names[name] = parent.name
-        changed.append(Pin(name, old, pins[name]))
-    noted = task.record.recipe.get("repinned")
-    trained_with = dict(noted) if isinstance(noted, Mapping) else {}
-    for pin in changed:
+    digests = {**task.parent_digests, **{pin.parent: pin.after for pin in pins}}
+    after = replace(
+        task,
+        parents=tuple(names[name] for name in task.parents),
+        parent_digests={names[name]: digest for name, digest in digests.items()},
+        record=_repinned_record(task.record, pins),
+    )
+    if not in_place or after.digest != task.digest or after.parents != task.parents:
+        save_task(after, target)
+    return Change(target, task, after), pins
+
+
+def _repinned_record(record: TaskRecord, pins: Sequence[Pin]) -> TaskRecord:
+    """The record with `recipe.repinned`: per repinned parent, the digest that the task was trained with."""
+    earlier = record.recipe.get("repinned")
+    trained_with = dict(earlier) if isinstance(earlier, Mapping) else {}
+    for pin in pins:
         if pin.before is not None and pin.after != pin.before:
             trained_with.setdefault(pin.parent, pin.before)
         if trained_with.get(pin.parent) == pin.after:
             del trained_with[pin.parent]
-    recipe = {key: value for key, value in task.record.recipe.items() if key != "repinned"}
+    recipe = {key: value for key, value in record.recipe.items() if key != "repinned"}
     # Repinned, a float16 task is no longer the full task of the record: what is pinned to that one must not accept it.
-    half_of = task.record.half_of if all(pin.before == pin.after for pin in changed) else None
-    after = replace(
-        task,
-        parents=tuple(names[name] for name in task.parents),
-        parent_digests={names[name]: digest for name, digest in pins.items()},
-        record=replace(
-            task.record, half_of=half_of, recipe={**recipe, **({"repinned": trained_with} if trained_with else {})}
-        ),
-    )
-    if not in_place or after.digest != task.digest or after.parents != task.parents:
-        write_task(after, target)
-    return Change(target, task, after), changed
+    half_of = record.half_of if all(pin.before == pin.after for pin in pins) else None
+    return replace(record, half_of=half_of, recipe={**recipe, **({"repinned": trained_with} if trained_with else {})})
 
 
 def pinned_beside(change: Change) -> list[Path]:
-    """Task files beside a repinned one that are still pinned to what it was before."""
+    """Task files beside a repinned one that are still pinned to its old content."""
     if change.before.digest == change.after.digest:
         return []
     return [
@@ -143,7 +149,7 @@ def _name_of_parent(path: Path, task: Task, parent_path: Path, parent: Task) -> 
         raise BackboneMismatch(
             f"{parent_path}: task {parent.name!r} was trained on {parent.backbone.name} with fingerprint "
             f"{parent.backbone.fingerprint[:12]}…, {path} on {task.backbone.name} with "
-            f"{task.backbone.fingerprint[:12]}…. A task and its parents stand on one backbone."
+            f"{task.backbone.fingerprint[:12]}…. A task and its parents need the same backbone."
         )
     if parent.name in task.parents:
         return parent.name
@@ -157,33 +163,39 @@ def _name_of_parent(path: Path, task: Task, parent_path: Path, parent: Task) -> 
 
 
 def _tasks_beside(path: Path) -> Iterator[tuple[Path, Task]]:
-    """The other task files of a folder; what is no task file, or a damaged one, is nobody's child."""
+    """The other task files of a folder. Other files and damaged ones are left out."""
     for file in sorted(path.parent.glob("*.safetensors")):
         if file.resolve() != path.resolve() and (read_format(file) or "").startswith(f"{FORMAT}/"):
             try:
-                task = read_task(file)
+                task = load_task(file)
             except FileError:
                 continue
             yield file, task
 
 
 def _parents_within(tasks: dict[Path, Task]) -> dict[Path, dict[str, Path]]:
-    """Which of the files of one folder each task means by the names of its parents."""
-    found: dict[Path, dict[str, Path]] = {file: {} for file in tasks}
+    """For every task of one folder, which file each name of a parent refers to."""
+    parents: dict[Path, dict[str, Path]] = {file: {} for file in tasks}
     for file, task in tasks.items():
         for name in task.parents:
             pin = task.parent_digests.get(name)
-            fitting = [
+            matching = [
                 other for other in tasks if tasks[other].name == name and (pin is None or has_digest(tasks[other], pin))
             ]
-            if fitting:
-                found[file][name] = next((other for other in fitting if other.stem == name), fitting[0])
-    return found
+            if matching:
+                parents[file][name] = next((other for other in matching if other.stem == name), matching[0])
+    return parents
+
+
+def _refuse_existing(*files: Path) -> None:
+    for file in files:
+        if file.exists():
+            raise FileError(f"{file}: exists already; nothing was changed. Move it away, or choose another name.")
 
 
 def _refuse_inside_bundle(path: Path, remedy: str) -> None:
-    """Refuse to change a file of a bundle; `{bundle}` in the remedy becomes the folder of the bundle."""
+    """Refuse to change a file of a bundle; `{bundle}` in the remedy becomes the bundle's folder."""
     folder = bundle_of(path)
     if folder is not None:
-        how = remedy.format(bundle=folder)
-        raise FileError(f"{path}: belongs to a bundle, whose {MANIFEST} holds its checksum. Use {how}")
+        command = remedy.format(bundle=folder)
+        raise FileError(f"{path}: belongs to a bundle, whose {MANIFEST} holds its checksum. Use {command}")

@@ -1,68 +1,63 @@
-"""Bundles on the Hugging Face hub: pushed in one commit, pulled and checked before they are used."""
+"""Files to and from the Hugging Face hub: uploaded in one commit, downloaded into the hub's cache.
 
+The only module that imports huggingface_hub. It moves files and never opens them; see `sharing` for bundles.
+"""
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vit_memory.errors import FileError
-from vit_memory.files.bundle import MANIFEST, TASKS, Bundle
-from vit_memory.files.card import model_card
 
 
-def push(
-    bundle: Bundle, repo: str, *, private: bool = False, endpoint: str | None = None, token: str | None = None
+def upload(
+    repo: str,
+    files: Mapping[str, Path | bytes],
+    message: str,
+    *,
+    private: bool = False,
+    endpoint: str | None = None,
+    token: str | None = None,
 ) -> str:
-    """Put a bundle on the hub with a model card, in one commit; returns its address."""
-    hub = _hub()
-    tasks = list(bundle.check().values())  # nothing damaged leaves this machine
-    files: dict[str, Path | bytes] = {"README.md": model_card(bundle, tasks, repo).encode()}
-    files[MANIFEST] = bundle.folder / MANIFEST
-    for entry in bundle.entries:
-        files[f"{TASKS}/{entry.file}"] = bundle.folder / TASKS / entry.file
+    """Upload files, by their paths in the repository, in one commit. Returns the commit's address."""
+    hub = _import_hub()
     try:
         api = hub.HfApi(endpoint=endpoint, token=token, library_name="vit-memory")
         api.create_repo(repo, private=private, exist_ok=True)
         operations = [hub.CommitOperationAdd(path, content) for path, content in files.items()]
-        commit = api.create_commit(repo, operations, commit_message=f"{len(tasks)} tasks for {bundle.backbone.name}")
-    except Exception as error:  # the library has errors of many kinds; each says what the hub said
-        raise FileError(f"{repo}: cannot be pushed, the hub says: {_first_line(error)}") from error
-    address: str = str(commit.commit_url)
-    return address
+        commit = api.create_commit(repo, operations, commit_message=message)
+    except Exception as error:  # the library raises many types; the first line names the reason
+        raise FileError(f"{repo}: cannot be pushed to the hub: {_first_line(error)}") from error
+    return str(commit.commit_url)
 
 
-def pull(
+def download(
     repo: str,
+    patterns: Sequence[str],
     *,
-    out: Path | None = None,
     revision: str | None = None,
     endpoint: str | None = None,
     token: str | None = None,
-) -> Bundle:
-    """Fetch a bundle into the hub's cache, check every file of it, and copy it to `out` if given."""
-    hub = _hub()
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileError(f"{out}: is not an empty folder; give another name.")
+) -> Path:
+    """Download the files that match `patterns`. Returns their folder in the hub's cache."""
+    hub = _import_hub()
     try:
         folder = hub.snapshot_download(
             repo,
             revision=revision,
-            allow_patterns=[MANIFEST, f"{TASKS}/*.safetensors"],
+            allow_patterns=list(patterns),
             endpoint=endpoint,
             token=token,
             library_name="vit-memory",
         )
     except Exception as error:
-        raise FileError(f"{repo}: cannot be pulled, the hub says: {_first_line(error)}") from error
-    bundle = Bundle.open(folder)
-    bundle.check()
-    if out is None:
-        return bundle
-    bundle.save_pretrained(out)
-    return Bundle.open(out)
+        raise FileError(f"{repo}: cannot be pulled from the hub: {_first_line(error)}") from error
+    return Path(folder)
 
 
-def _hub() -> Any:
+def _import_hub() -> Any:
     try:
-        import huggingface_hub  # noqa: PLC0415 - an extra
+        import huggingface_hub  # noqa: PLC0415 - an optional dependency
     except ImportError:
         raise FileError("the hub needs huggingface_hub: pip install 'vit-memory[hub]'") from None
     return huggingface_hub

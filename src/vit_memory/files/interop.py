@@ -1,12 +1,13 @@
-"""Files of the 2023 reproduction (transformers-learnable-memory): whole pickled models, turned into task files.
+"""Import models of the 2023 reproduction (transformers-learnable-memory): pickled state dicts become tasks.
 
 Such a file is the state dict of a `MemoryCapableViT` on transformers 4: the backbone, its class tokens (0 is the
-original one), memory per layer and task, one classifier per class token, and the additive attention mask, which is the
-only place that tells concatenation from extension. Memory skips the norm there, so tasks come out with raw memory.
+original one), memory per layer and task, one classifier per class token, and the additive attention mask. Only the
+mask tells concatenation from extension. Memory skips the norm in that model, so the tasks have raw memory.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,10 +35,10 @@ _PARTS = {
 def import_reproduction(
     path: Path | str, backbone: Backbone, *, labels: Sequence[str] | None = None, name: str | None = None
 ) -> list[Task]:
-    """The added heads of one file as tasks `name-1`, `name-2` … (or `name` if there is one), on the given backbone.
+    """The added heads of one file as tasks `name-1`, `name-2` …, or `name` if there is only one.
 
-    The backbone inside the file must be the given one, weight for weight. `labels` name the classes of every head that
-    has as many; other heads count theirs.
+    The backbone inside the file must equal `backbone`, weight for weight. `labels` are the labels of every head with
+    as many classes; the classes of other heads are numbered.
     """
     path = Path(path)
     state = _load(path)
@@ -46,29 +47,12 @@ def import_reproduction(
     if heads < 1:
         raise DamagedFile(f"{path}: has the original classifier only; no task was added to this model.")
     stem = re.sub(r"[^0-9A-Za-z._-]+", "-", name or path.stem.removesuffix("_model"))
-    names = [stem if heads == 1 else f"{stem}-{t}" for t in range(1, heads + 1)]
-    reads = _who_reads_whom(path, state, backbone, heads)
-    position = state["vit.embeddings.position_embeddings"][0, 0]
+    parents = _parents(path, state, backbone, heads)
     tasks: list[Task] = []
     for t in range(1, heads + 1):
-        weight, bias = state[f"classifiers.{t}.weight"].float(), state[f"classifiers.{t}.bias"].float()
-        memory = [state[_ATTENTION.format(i=i) + f"memory_tokens.{t - 1}"][0] for i in range(backbone.depth)]
-        parents = [tasks[other - 1] for other in reads[t]]
-        tasks.append(
-            Task(
-                name=names[t - 1],
-                labels=tuple(labels) if labels and len(labels) == len(weight) else _counted(len(weight)),
-                head_weight=weight,
-                head_bias=bias,
-                class_token=(state[f"vit.embeddings.cls_tokens.{t}"].reshape(-1) + position).float(),
-                memory=torch.stack(memory).float(),
-                backbone=backbone.identity,
-                parents=tuple(parent.name for parent in parents),
-                parent_digests={parent.name: parent.digest for parent in parents},
-                raw_memory=True,
-                record=TaskRecord(preprocessing=backbone.preprocessing, recipe={"imported_from": path.name}),
-            )
-        )
+        task_name = stem if heads == 1 else f"{stem}-{t}"
+        task = _task(state, t, task_name, backbone, [tasks[parent - 1] for parent in parents[t]], labels)
+        tasks.append(replace(task, record=replace(task.record, recipe={"imported_from": path.name})))
     if labels and all(len(labels) != len(task.labels) for task in tasks):
         raise FileError(
             f"{path}: {len(labels)} labels given; heads have {[len(task.labels) for task in tasks]} classes."
@@ -76,25 +60,53 @@ def import_reproduction(
     return tasks
 
 
+def _task(
+    state: Mapping[str, Tensor],
+    t: int,
+    name: str,
+    backbone: Backbone,
+    parents: Sequence[Task],
+    labels: Sequence[str] | None,
+) -> Task:
+    """The task of class token t."""
+    weight, bias = state[f"classifiers.{t}.weight"].float(), state[f"classifiers.{t}.bias"].float()
+    position = state["vit.embeddings.position_embeddings"][0, 0]
+    memory = [state[_ATTENTION.format(i=i) + f"memory_tokens.{t - 1}"][0] for i in range(backbone.depth)]
+    numbered = tuple(f"class {i}" for i in range(len(weight)))
+    return Task(
+        name=name,
+        labels=tuple(labels) if labels and len(labels) == len(weight) else numbered,
+        head_weight=weight,
+        head_bias=bias,
+        class_token=(state[f"vit.embeddings.cls_tokens.{t}"].reshape(-1) + position).float(),
+        memory=torch.stack(memory).float(),
+        backbone=backbone.identity,
+        parents=tuple(parent.name for parent in parents),
+        parent_digests={parent.name: parent.digest for parent in parents},
+        raw_memory=True,
+        record=TaskRecord(preprocessing=backbone.preprocessing),
+    )
+
+
 def _load(path: Path) -> dict[str, Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise FileError(f"{path}: no such file.") from None
-    except Exception as error:  # torch raises what it likes here; nothing of the file has run
+    except Exception as error:  # torch raises many types; no code of the file has run
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "weights_only" in str(error).lower() or "weights only" in str(error).lower():
             raise UnsafeFile(
                 f"{path}: refused: it holds more than tensors, which could run code when opened. "
                 f"Save its state dict instead: torch.save(model.state_dict(), …)"
             ) from None
-        raise DamagedFile(f"{path}: is no PyTorch file, or cut off: {first}") from None
+        raise DamagedFile(f"{path}: not a PyTorch file, or cut off: {first}") from None
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise DamagedFile(f"{path}: is no state dict of tensors.")
+        raise DamagedFile(f"{path}: not a state dict of tensors.")
     needed = ("vit.embeddings.cls_tokens.0", "vit.embeddings.position_embeddings", "classifiers.0.weight")
     missing = [key for key in needed if key not in state]
     if missing:
-        raise DamagedFile(f"{path}: no model of the 2023 reproduction: {', '.join(missing)} not in it.")
+        raise DamagedFile(f"{path}: not a model of the 2023 reproduction: {', '.join(missing)} missing.")
     return state
 
 
@@ -102,12 +114,8 @@ def _count(state: Mapping[str, Tensor], pattern: str) -> int:
     return 1 + max((int(match[1]) for key in state if (match := re.fullmatch(pattern, key))), default=-1)
 
 
-def _counted(classes: int) -> tuple[str, ...]:
-    return tuple(f"class {i}" for i in range(classes))
-
-
 def _weights(state: Mapping[str, Tensor], depth: int) -> Iterator[tuple[str, Tensor | None]]:
-    """The backbone inside, by our roles."""
+    """The weights of the backbone inside, by role."""
     embeddings = "vit.embeddings."
     yield "patches.0", state.get(embeddings + "patch_embeddings.projection.weight")
     yield "patches.1", state.get(embeddings + "patch_embeddings.projection.bias")
@@ -115,10 +123,10 @@ def _weights(state: Mapping[str, Tensor], depth: int) -> Iterator[tuple[str, Ten
     yield "positions", state.get(embeddings + "position_embeddings")
     for i in range(depth):
         for role, part in _PARTS.items():
-            for j, kind in enumerate(("weight", "bias")):
-                yield f"{i}.{role}.{j}", state.get(_LAYER.format(i=i) + f"{part}.{kind}")
-    for j, kind in enumerate(("weight", "bias")):
-        yield f"final_norm.{j}", state.get(f"vit.layernorm.{kind}")
+            for j, parameter in enumerate(("weight", "bias")):
+                yield f"{i}.{role}.{j}", state.get(_LAYER.format(i=i) + f"{part}.{parameter}")
+    for j, parameter in enumerate(("weight", "bias")):
+        yield f"final_norm.{j}", state.get(f"vit.layernorm.{parameter}")
 
 
 def _check_backbone(path: Path, state: Mapping[str, Tensor], backbone: Backbone) -> None:
@@ -127,30 +135,30 @@ def _check_backbone(path: Path, state: Mapping[str, Tensor], backbone: Backbone)
         raise BackboneMismatch(f"{path}: holds a ViT of {depth} blocks; {backbone.name} has {backbone.depth}.")
     inside = dict(_weights(state, depth))
     for role, weight in backbone.roles.weights():
-        found = inside.get(role)
-        if found is None or found.numel() != weight.numel():
-            size = "nothing" if found is None else f"{found.numel()} values"
+        imported = inside.get(role)
+        if imported is None or imported.numel() != weight.numel():
+            size = "nothing" if imported is None else f"{imported.numel()} values"
             raise BackboneMismatch(f"{path}: {role} has {size}, {backbone.name} has {weight.numel()}: another model.")
         ours = weight.detach().cpu().reshape(-1)
-        if not torch.equal(found.reshape(-1).to(ours.dtype), ours):
+        if not torch.equal(imported.reshape(-1).to(ours.dtype), ours):
             raise BackboneMismatch(
-                f"{path}: the backbone inside is not {backbone.name}: {role} differs. Give the one it was trained on "
+                f"{path}: the backbone inside is not {backbone.name}: {role} differs. Use the one it was trained on "
                 f"(the reproduction used google/vit-base-patch32-224-in21k)."
             )
 
 
-def _who_reads_whom(path: Path, state: Mapping[str, Tensor], backbone: Backbone, heads: int) -> dict[int, list[int]]:
-    """From the saved mask: for each added class token, the earlier ones that it reads."""
+def _parents(path: Path, state: Mapping[str, Tensor], backbone: Backbone, heads: int) -> dict[int, list[int]]:
+    """For each added class token, the earlier ones that it reads according to the attention mask."""
     masks = [state.get(_ATTENTION.format(i=i) + "attention_mask") for i in range(backbone.depth)]
     first = masks[0]
     patches = state["vit.embeddings.position_embeddings"].shape[1] - 1
     cells = [state[_ATTENTION.format(i=0) + f"memory_tokens.{t}"].shape[1] for t in range(heads)]
     expected = (1, patches + 1 + heads, patches + 1 + heads + sum(cells))
     if first is None or tuple(first.shape) != expected:
-        found = None if first is None else tuple(first.shape)
-        raise DamagedFile(f"{path}: the attention mask is {found}, expected {expected}.")
+        shape = None if first is None else tuple(first.shape)
+        raise DamagedFile(f"{path}: the attention mask is {shape}, expected {expected}.")
     if any(mask is None or not torch.equal(mask, first) for mask in masks):
-        raise DamagedFile(f"{path}: the attention masks of the blocks differ; this is not the reproduction's model.")
+        raise DamagedFile(f"{path}: the attention masks of the blocks differ: not a model of the reproduction.")
     allowed = first[0] == 0
     ends = [patches + 1 + heads + sum(cells[: t + 1]) for t in range(heads)]
     reads: dict[int, list[int]] = {}
@@ -163,5 +171,5 @@ def _who_reads_whom(path: Path, state: Mapping[str, Tensor], backbone: Backbone,
             seen[patches + other] = True
             seen[ends[other - 1] - cells[other - 1] : ends[other - 1]] = True
         if not torch.equal(seen, row) or any(other > t for other in reads[t]):
-            raise DamagedFile(f"{path}: class token {t} reads what neither concatenation nor extension lets it read.")
+            raise DamagedFile(f"{path}: class token {t} reads what neither concatenation nor extension allows.")
     return reads

@@ -1,9 +1,9 @@
-"""One task, one file: a safetensors container whose metadata say everything that is to be known about the task.
+"""Task files: one task in one safetensors file, its description in the metadata.
 
 `vit-memory-task/1`: tensors `class_token` (D,) unless the regime has none, `memory` (L, M, D), `head.weight` (C, D),
 `head.bias` (C,); metadata `format`, and `task`: a JSON text, see `describe`. Loading runs no code.
-`vit-memory-task/2` adds `thresholds` and `target_scale` to that text; it is written only for tasks that have one of
-them, so that earlier versions go on reading all others.
+`vit-memory-task/2` adds `thresholds` and `target_scale` to that text. Only tasks that have one of them are written as
+version 2, so that older versions of the library can read all others.
 """
 
 import json
@@ -24,11 +24,11 @@ from vit_memory.task import TargetScale, Task, TaskRecord
 FORMAT, VERSION = "vit-memory-task", 2
 
 
-def write_task(task: Task, path: Path | str, *, half: bool | None = None) -> None:
-    """Save a task. Equal tasks give equal bytes.
+def save_task(task: Task, path: Path | str, *, half: bool | None = None) -> None:
+    """Write a task file, whole or not at all. Equal tasks give equal bytes.
 
     `half=True` writes float16 and records the digest of the full task, `half=False` writes float32. By default a task
-    whose tensors are all float16, as one read from such a file, is written as float16, and any other as float32.
+    whose tensors are all float16, such as one loaded from a float16 file, is written as float16, any other as float32.
     """
     tensors = {"memory": task.memory, "head.weight": task.head_weight, "head.bias": task.head_bias}
     if task.class_token is not None:
@@ -38,59 +38,69 @@ def write_task(task: Task, path: Path | str, *, half: bool | None = None) -> Non
     if half and task.record.half_of is None:
         task = replace(task, record=replace(task.record, half_of=task.digest))
     dtype = torch.float16 if half else torch.float32
-    kept = {name: tensors[name].detach().to("cpu", dtype) for name in sorted(tensors)}
-    for name, tensor in kept.items():
+    stored = {name: tensors[name].detach().to("cpu", dtype) for name in sorted(tensors)}
+    for name, tensor in stored.items():
         if not bool(tensor.isfinite().all()):
-            why = " in float16: save it in full" if half and bool(tensors[name].isfinite().all()) else ""
-            raise TaskError(f"task {task.name!r}: {name} holds NaN or infinite values{why}. Not saved to {path}.")
+            overflow = " in float16: save it in full" if half and bool(tensors[name].isfinite().all()) else ""
+            raise TaskError(f"task {task.name!r}: {name} holds NaN or infinite values{overflow}. Not saved to {path}.")
     text = json.dumps(describe(task), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     version = 1 if task.thresholds is None and task.target_scale is None else 2
-    write_container(Path(path), {"format": f"{FORMAT}/{version}", "task": text}, kept)
+    write_container(Path(path), {"format": f"{FORMAT}/{version}", "task": text}, stored)
 
 
-def read_task(path: Path | str) -> Task:
-    """Load a task as it was saved, or say what is wrong with the file. Tensors keep the precision of the file."""
+def load_task(path: Path | str) -> Task:
+    """Read a task file; raises a FileError that names the fault. Tensors keep the precision of the file.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_task(new_task(backbone, "pets", ["cat", "dog"]), f"{folder}/pets.safetensors")
+    ...     load_task(f"{folder}/pets.safetensors").labels
+    ('cat', 'dog')
+    """
     path = Path(path)
     metadata, tensors = read_container(path)
     check_format(path, metadata.get("format", ""), FORMAT, VERSION)
-    known = {"class_token", "memory", "head.weight", "head.bias"}
-    missing, unknown = {"memory", "head.weight", "head.bias"} - set(tensors), set(tensors) - known
-    if missing or unknown:
-        raise DamagedFile(
-            f"{path}: tensors missing: {sorted(missing) or 'none'}; not of a task: {sorted(unknown) or 'none'}."
-        )
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise DamagedFile(f"{path}: {name} holds NaN or infinite values.")
+    _check_tensors(path, tensors)
     try:
-        told = parse_json(metadata.get("task", ""))
-        return _rebuild(told, tensors)
+        return _rebuild(parse_json(metadata.get("task", "")), tensors)
     except (ValueError, RecursionError) as error:
-        raise DamagedFile(f"{path}: the task's description is no JSON: {error}.") from None
+        raise DamagedFile(f"{path}: the task description is not valid JSON: {error}.") from None
     except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedFile(f"{path}: the task's description lacks or mistypes {error}.") from None
+        raise DamagedFile(f"{path}: the task description has a missing or mistyped field: {error}.") from None
     except TaskError as error:
         raise DamagedFile(f"{path}: {error}") from None
 
 
+def _check_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    required = {"memory", "head.weight", "head.bias"}
+    missing, unknown = required - set(tensors), set(tensors) - required - {"class_token"}
+    if missing or unknown:
+        raise DamagedFile(
+            f"{path}: tensors missing: {sorted(missing) or 'none'}; unknown tensors: {sorted(unknown) or 'none'}."
+        )
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise DamagedFile(f"{path}: {name} holds NaN or infinite values.")
+
+
 def backbone_file(path: Path) -> Path:
-    """Where the backbone that was trained with a task of regime `full` is kept, given the task's file."""
+    """The file beside a task file that holds the backbone trained with it (regime `full`)."""
     return path.with_name(f"{path.stem}.backbone.safetensors")
 
 
-def check_format(path: Path, found: str, name: str, version: int) -> None:
-    """Refuse what is none of ours, and what a later version wrote."""
-    kind, _, number = found.partition("/")
-    if kind != name or not number.isdecimal():
-        raise DamagedFile(f"{path}: format {found!r}, expected {name}/{version}.")
+def check_format(path: Path, text: str, name: str, version: int) -> None:
+    """Raise DamagedFile unless `text` is `name/<number>`, and NewerFormat if the number is above `version`."""
+    stem, _, number = text.partition("/")
+    if stem != name or not number.isdecimal():
+        raise DamagedFile(f"{path}: format {text!r}, expected {name}/{version}.")
     if int(number) > version:
         raise NewerFormat(
-            f"{path}: written in format {found}; this version reads up to {name}/{version}. pip install -U vit-memory"
+            f"{path}: written in format {text}; this version reads up to {name}/{version}. pip install -U vit-memory"
         )
 
 
 def describe(task: Task) -> dict[str, Any]:
-    """Everything of a task but the numbers learned, as JSON values."""
+    """Everything about a task except its learned parameters, as JSON values."""
     record = task.record
     description = {
         "name": task.name,
@@ -115,69 +125,71 @@ def describe(task: Task) -> dict[str, Any]:
     return description
 
 
-def _rebuild(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Task:
-    parents = told["parents"]
-    if told["memory_size"] != tensors["memory"].shape[1:2].numel():
-        raise TaskError(f"memory_size is {told['memory_size']}, the memory has shape {tuple(tensors['memory'].shape)}.")
+def _rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Task:
+    parents = description["parents"]
+    if description["memory_size"] != tensors["memory"].shape[1:2].numel():
+        raise TaskError(
+            f"memory_size is {description['memory_size']}, the memory has shape {tuple(tensors['memory'].shape)}."
+        )
     return Task(
-        name=_text(told["name"], "name"),
-        labels=tuple(_text(label, "labels") for label in told["labels"]),
+        name=_text(description["name"], "name"),
+        labels=tuple(_text(label, "labels") for label in description["labels"]),
         head_weight=tensors["head.weight"],
         head_bias=tensors["head.bias"],
         class_token=tensors.get("class_token"),
         memory=tensors["memory"],
-        backbone=_backbone(told["backbone"]),
-        regime=told["regime"],
-        kind=told["kind"],
+        backbone=_backbone(description["backbone"]),
+        regime=description["regime"],
+        kind=description["kind"],
         parents=tuple(_text(parent["name"], "parents") for parent in parents),
         parent_digests={parent["name"]: _text(parent["digest"], "parents") for parent in parents if parent["digest"]},
-        raw_memory=bool(told["raw_memory"]),
-        thresholds=_numbers(told["thresholds"], "thresholds") if "thresholds" in told else None,
-        target_scale=_target_scale(told["target_scale"]) if "target_scale" in told else None,
+        raw_memory=bool(description["raw_memory"]),
+        thresholds=_numbers(description["thresholds"], "thresholds") if "thresholds" in description else None,
+        target_scale=_target_scale(description["target_scale"]) if "target_scale" in description else None,
         record=TaskRecord(
-            created=_text(told["created"], "created"),
-            library_version=_text(told["library_version"], "library_version"),
-            preprocessing=_preprocessing(told["preprocessing"]),
-            recipe=dict(told["recipe"]),
-            metrics=dict(told["metrics"]),
-            half_of=told["half_of"],
+            created=_text(description["created"], "created"),
+            library_version=_text(description["library_version"], "library_version"),
+            preprocessing=_preprocessing(description["preprocessing"]),
+            recipe=dict(description["recipe"]),
+            metrics=dict(description["metrics"]),
+            half_of=description["half_of"],
         ),
     )
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: Any, field: str) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{what}: {type(value).__name__} where a text belongs")
+        raise TypeError(f"{field}: {type(value).__name__}, expected a text")
     return value
 
 
-def _numbers(values: Any, what: str) -> tuple[float, ...]:
+def _numbers(values: Any, field: str) -> tuple[float, ...]:
     if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
-        raise TypeError(f"{what}: {type(values).__name__} where a list of numbers belongs")
+        raise TypeError(f"{field}: {type(values).__name__}, expected a list of numbers")
     return tuple(float(value) for value in values)
 
 
-def _target_scale(told: Mapping[str, Any]) -> TargetScale:
-    return TargetScale(_numbers(told["mean"], "target_scale mean"), _numbers(told["std"], "target_scale std"))
+def _target_scale(values: Mapping[str, Any]) -> TargetScale:
+    return TargetScale(_numbers(values["mean"], "target_scale mean"), _numbers(values["std"], "target_scale std"))
 
 
-def _backbone(told: Mapping[str, Any]) -> BackboneIdentity:
-    name, family, fingerprint = (_text(told[key], f"backbone {key}") for key in ("name", "family", "fingerprint"))
-    width, depth, heads = (told[key] for key in ("width", "depth", "heads"))
+def _backbone(values: Mapping[str, Any]) -> BackboneIdentity:
+    name, family, fingerprint = (_text(values[key], f"backbone {key}") for key in ("name", "family", "fingerprint"))
+    width, depth, heads = (values[key] for key in ("width", "depth", "heads"))
     if not all(type(size) is int and size > 0 for size in (width, depth, heads)):
         raise TypeError(f"backbone sizes: {width!r}, {depth!r}, {heads!r}")
     return BackboneIdentity(name, family, width, depth, heads, fingerprint)
 
 
-def _preprocessing(told: Mapping[str, Any] | None) -> Preprocessing | None:
-    if told is None:
+def _preprocessing(values: Mapping[str, Any] | None) -> Preprocessing | None:
+    if values is None:
         return None
-    resize, crop = told["resize"], told["crop"]
+    resize, crop = values["resize"], values["crop"]
     return Preprocessing(
         resize=tuple(resize) if isinstance(resize, list) else resize,
         crop=None if crop is None else tuple(crop),
-        mean=tuple(told["mean"]),
-        std=tuple(told["std"]),
-        interpolation=told["interpolation"],
-        resampler=told.get("resampler", "torch"),  # files of 0.1.0's first days do not say
+        mean=tuple(values["mean"]),
+        std=tuple(values["std"]),
+        interpolation=values["interpolation"],
+        resampler=values.get("resampler", "torch"),  # the first files of 0.1.0 have no such field
     )

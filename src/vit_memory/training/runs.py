@@ -27,6 +27,7 @@ from vit_memory.data.sources import Dataset
 from vit_memory.errors import TrainingError
 from vit_memory.files.atomic import write_atomic
 from vit_memory.files.container import write_container
+from vit_memory.files.taskfile import save_task
 from vit_memory.task import Kind, Regime, Start, Task, new_task
 from vit_memory.training.cache import Cache
 from vit_memory.training.crew import Crew
@@ -183,7 +184,7 @@ def _save_best(folder: Path, name: str, result: FitResult, told: Mapping[str, An
         about = {"format": "vit-memory-backbone/1", "backbone": best.backbone.name, "task": name}
         write_container(folder / f"{name}.backbone.safetensors", about, weights)
     record = replace(best.task.record, recipe={**best.task.record.recipe, **told})
-    replace(best.task, record=record).save(folder / f"{name}.safetensors")
+    save_task(replace(best.task, record=record), folder / f"{name}.safetensors")
 
 
 class _Log:

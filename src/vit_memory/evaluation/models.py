@@ -1,0 +1,74 @@
+"""Open a model from task files and bundles, on the backbone that its tasks name."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from vit_memory.backbone import Backbone, load_backbone
+from vit_memory.errors import BackboneMismatch, TaskError
+from vit_memory.files.bundle import Bundle
+from vit_memory.files.collect import TaskFile, collect_tasks
+from vit_memory.files.container import read_container
+from vit_memory.files.taskfile import backbone_file
+from vit_memory.model import MemoryViT
+from vit_memory.preprocessing import Preprocessing
+from vit_memory.standalone import StandaloneModel
+from vit_memory.task import COMPOSABLE
+
+Model = MemoryViT | StandaloneModel
+
+
+def open_model(
+    sources: Sequence[Path],
+    backbone: str | None = None,
+    device: str = "cpu",
+    rename: Mapping[Path, str] | None = None,
+) -> Model:
+    """A model with the tasks of bundles and task files, on `backbone` or the backbone that the tasks name.
+
+    `rename` gives the tasks of some files other names. A task that does not compose must be the only one; the backbone
+    of regime `full` is read from the file beside the task file.
+    """
+    for path in sources:
+        if not path.exists():
+            raise TaskError(f"{path}: no such task file or bundle.")
+    bundles = [Bundle.open(path) for path in sources if path.is_dir()]
+    paths = [path for path in sources if not path.is_dir()]
+    files = collect_tasks(paths, bundles, rename=rename, option="--rename")
+    if not files:
+        raise TaskError(f"{', '.join(map(str, sources)) or 'no files given'}: no tasks in it.")
+    loaded = load_backbone(backbone or files[0].task.backbone.name, device=device)
+    standalone = [file for file in files if file.task.regime not in COMPOSABLE]
+    if not standalone:
+        return MemoryViT(loaded, [file.task for file in files])
+    file, task = standalone[0], standalone[0].task
+    if len(files) > 1:
+        raise TaskError(f"task {task.name!r} is of regime {task.regime!r} and cannot be combined; open it alone.")
+    return StandaloneModel(_tuned_backbone(loaded, file) if task.regime == "full" else loaded, task)
+
+
+def preprocessing_of(model: Model, names: Iterable[str]) -> Preprocessing:
+    """The preprocessing that these tasks share; TaskError if they differ, since one pass has one preprocessing."""
+    by_task = {name: model.tasks[name].record.preprocessing or model.backbone.preprocessing for name in names}
+    if len(set(by_task.values())) > 1:
+        listed = "; ".join(f"{name}: {preprocessing}" for name, preprocessing in by_task.items())
+        raise TaskError(f"these tasks were trained with different preprocessing; run them separately. {listed}")
+    (preprocessing,) = set(by_task.values())
+    if preprocessing is None:
+        raise TaskError(f"neither the tasks nor {model.backbone.name} define how images are preprocessed.")
+    return preprocessing
+
+
+def _tuned_backbone(backbone: Backbone, file: TaskFile) -> Backbone:
+    """The backbone that was trained with a task of regime `full`, from the file beside the task file."""
+    path = backbone_file(file.path)
+    if not path.exists():
+        raise TaskError(f"{file.path}: a task of regime 'full' needs its own backbone; {path} is missing.")
+    _, weights = read_container(path)
+    try:
+        backbone.model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise BackboneMismatch(f"{path}: these are not weights of {backbone.name} ({error}).") from error
+    tuned = Backbone(backbone.model, backbone.family, backbone.name, backbone.preprocessing)
+    if tuned.fingerprint != file.task.backbone.fingerprint:
+        raise BackboneMismatch(f"{path}: not the backbone that {file.path} was trained with.")
+    return tuned
