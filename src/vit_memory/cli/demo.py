@@ -11,7 +11,7 @@ from vit_memory.cli.progress import Meter, duration
 
 if TYPE_CHECKING:
     from vit_memory.evaluation.demo import Demonstration
-    from vit_memory.training.loop import Progress
+    from vit_memory.training.callbacks import Progress
 
 
 def demo(

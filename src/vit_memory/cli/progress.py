@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vit_memory.training.loop import Progress
+    from vit_memory.training.callbacks import Progress
 
 _REDRAW_S = 0.2
 

@@ -25,9 +25,11 @@ from vit_memory.model import MemoryViT
 from vit_memory.predictions import Prediction, predictions
 from vit_memory.task import Kind, Task
 from vit_memory.training.cache import Cache
-from vit_memory.training.loop import Progress, fit
+from vit_memory.training.callbacks import Callbacks, Progress
+from vit_memory.training.grid import Grid
+from vit_memory.training.loop import fit
+from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
-from vit_memory.training.runs import Grid
 
 TRAIN, VALIDATION, TEST = 1000, 200, 300
 _RECIPE = Recipe(steps=160, augment="none", learning_rates=(0.3, 1.0), evaluate_every=80)
@@ -157,8 +159,8 @@ def _learn(
         validation,
         _RECIPE,
         parents=parents,
-        cache=cache,
-        report=None if report is None else lambda progress: report(question.name, progress),
+        options=TrainingOptions(cache=cache),
+        callbacks=None if report is None else Callbacks(lambda progress: report(question.name, progress)),
     )
     best = {}
     for found in sorted(result.settings, key=lambda found: -math.inf if found.score is None else found.score):
