@@ -30,7 +30,8 @@ from vit_memory.data.loading import default_workers
 from vit_memory.data.sources import Dataset
 from vit_memory.evaluation.inference import predict
 from vit_memory.training.cache import Cache
-from vit_memory.training.loop import Progress
+from vit_memory.training.callbacks import Callbacks, Progress
+from vit_memory.training.options import TrainingOptions
 
 CLASSES, PER_CLASS, SIZE = 4, 96, 160
 STEPS, SKIPPED = 90, 10  # steps that are timed, and those before that warm up: new threads touch new memory
@@ -59,10 +60,8 @@ def train(backbone: Backbone, dataset: Dataset, threads: int | None) -> Rates:
         dataset.train,
         dataset.validation,
         recipe,
-        cache=Cache("ram"),
-        workers=default_workers(),
-        threads=threads,
-        report=lambda progress: note(seen, progress),
+        options=TrainingOptions(cache=Cache("ram"), workers=default_workers(), threads=threads),
+        callbacks=Callbacks(lambda progress: note(seen, progress)),
     )
     return {"storing": rate(seen["storing"]), "training": rate(seen["training"][SKIPPED:])}
 

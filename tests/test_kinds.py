@@ -30,8 +30,10 @@ from vit_memory.ranking import average_precision, best_thresholds
 from vit_memory.reference import dense_forward
 from vit_memory.task import TargetScale
 from vit_memory.training.cache import Cache
+from vit_memory.training.callbacks import Callbacks
 from vit_memory.training.loop import fit
 from vit_memory.training.objective import MultiLabel, Regression, SingleLabel
+from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
 
 KINDS = ("single-label", "multi-label", "regression")
@@ -156,8 +158,9 @@ def test_promise_5_holds_for_every_kind_on_a_parent_of_another(backbone, tmp_pat
     before = {name: value.clone() for name, value in backbone.model.state_dict().items()}
     data = (tinted(40, 1, kind), tinted(20, 2, kind))
 
-    def run(tasks=tasks, recipe=RECIPE, **options):
-        return fit(backbone, tasks, *data, recipe, parents=[parent], **options)
+    def run(tasks=tasks, recipe=RECIPE, callbacks=None, **options):
+        options = TrainingOptions(**options)
+        return fit(backbone, tasks, *data, recipe, parents=[parent], options=options, callbacks=callbacks)
 
     live, again = run(cache=Cache("off")), run(cache=Cache("off"), workers=2)
     assert [r.task.digest for r in live.settings] == [r.task.digest for r in again.settings]
@@ -176,7 +179,7 @@ def test_promise_5_holds_for_every_kind_on_a_parent_of_another(backbone, tmp_pat
             raise Stop
 
     with pytest.raises(Stop):
-        run(cache=Cache("off"), report=stop, checkpoint=tmp_path / "c", checkpoint_every=3)
+        run(cache=Cache("off"), callbacks=Callbacks(stop), checkpoint=tmp_path / "c", checkpoint_every=3)
     for _ in range(2):  # the second time there is nothing left to do
         resumed = run(cache=Cache("off"), checkpoint=tmp_path / "c", resume=True)
         assert [r.task.digest for r in resumed.settings] == [r.task.digest for r in live.settings]
@@ -210,8 +213,9 @@ def test_threads_give_the_weights_of_one_and_the_same_bits_each_time(backbone, t
     data = (tinted(40, 1, "multi-label"), tinted(20, 2, "multi-label"))
     recipe = replace(RECIPE, batch=32)
 
-    def run(**options):
-        return fit(backbone, [fresh(backbone, "multi-label")], *data, recipe, **options)
+    def run(callbacks=None, **options):
+        options, task = TrainingOptions(**options), fresh(backbone, "multi-label")
+        return fit(backbone, [task], *data, recipe, options=options, callbacks=callbacks)
 
     before = torch.get_num_threads()
     plain = run(threads=1)
@@ -231,7 +235,7 @@ def test_threads_give_the_weights_of_one_and_the_same_bits_each_time(backbone, t
             raise Stop
 
     with pytest.raises(Stop):
-        run(threads=threads, report=stop, checkpoint=tmp_path / "cut", checkpoint_every=5)
+        run(threads=threads, callbacks=Callbacks(stop), checkpoint=tmp_path / "cut", checkpoint_every=5)
     resumed = run(threads=1, checkpoint=tmp_path / "cut", resume=True)
     assert [r.task.digest for r in resumed.settings] == [r.task.digest for r in first.settings]
 

@@ -36,8 +36,11 @@ if TYPE_CHECKING:
     from vit_memory.preprocessing import Preprocessing
     from vit_memory.task import Task, TaskRecord, new_task
     from vit_memory.training.cache import Cache
-    from vit_memory.training.loop import FitResult, fit
+    from vit_memory.training.callbacks import Callbacks, Progress
+    from vit_memory.training.loop import fit
+    from vit_memory.training.options import TrainingOptions
     from vit_memory.training.recipe import Recipe
+    from vit_memory.training.results import FitResult
     from vit_memory.trunk import Trunk
 
 __all__ = [
@@ -48,6 +51,7 @@ __all__ = [
     "BadImage",
     "Bundle",
     "Cache",
+    "Callbacks",
     "DamagedFile",
     "DataError",
     "Dataset",
@@ -61,12 +65,14 @@ __all__ = [
     "Original",
     "Outputs",
     "Preprocessing",
+    "Progress",
     "Recipe",
     "Task",
     "TaskError",
     "TaskGraph",
     "TaskRecord",
     "TrainingError",
+    "TrainingOptions",
     "TrainingStopped",
     "Trunk",
     "UnknownTask",
@@ -93,8 +99,11 @@ _HOMES = {
     "preprocessing": ("Preprocessing",),
     "task": ("Task", "TaskRecord", "new_task"),
     "training.cache": ("Cache",),
-    "training.loop": ("FitResult", "fit"),
+    "training.callbacks": ("Callbacks", "Progress"),
+    "training.loop": ("fit",),
+    "training.options": ("TrainingOptions",),
     "training.recipe": ("Recipe",),
+    "training.results": ("FitResult",),
     "trunk": ("Trunk",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

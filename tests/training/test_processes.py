@@ -1,4 +1,4 @@
-"""Several processes that train as one: they agree on every end, and a failure of one is an error of all."""
+"""Several processes that train together: they stop at the same step, and a failure of one is an error of all."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vit_memory.training.crew import Crew
+from vit_memory.training.ranks import Ranks
 
 TESTS = Path(__file__).parents[1]
 
@@ -29,12 +29,12 @@ class DeviceOnly:
 
 
 def test_messages_lie_on_the_device_that_sends_them_and_answers_come_back():
-    assert Crew(0, 2, 2, DeviceOnly([1.0])).any(False)
-    assert not Crew(0, 2, 2, DeviceOnly([0.0])).any(False)
-    assert Crew(0, 2, 2, DeviceOnly([0.0, 2.0, 0.0])).agreed("disk") == "disk"
-    assert Crew(0, 2, 2, DeviceOnly([1.0, 1.0, 0.0])).agreed("ram") == "off"
+    assert Ranks(0, 2, 2, DeviceOnly([1.0])).any(False)
+    assert not Ranks(0, 2, 2, DeviceOnly([0.0])).any(False)
+    assert Ranks(0, 2, 2, DeviceOnly([2.0])).all(True)
+    assert not Ranks(0, 2, 2, DeviceOnly([1.0])).all(True)
     gradients, count = torch.zeros(2, 2, dtype=torch.bfloat16), torch.zeros(1)
-    Crew(0, 2, 2, DeviceOnly([1.0, 2.0, 3.0, 4.0, 5.0])).sum([gradients, count])
+    Ranks(0, 2, 2, DeviceOnly([1.0, 2.0, 3.0, 4.0, 5.0])).all_reduce([gradients, count])
     assert gradients.tolist() == [[1, 2], [3, 4]]
     assert count.tolist() == [5]
 
@@ -50,19 +50,21 @@ from vit_memory import load_backbone
 from vit_memory.data.images import ImageArray
 from vit_memory.data.splits import Split
 from vit_memory.errors import VitMemoryError
-from vit_memory.training import cache as caching
+from vit_memory.training import cache as cache_module, trunk_store
 from vit_memory.training.cache import Cache
-from vit_memory.training.crew import join_crew
+from vit_memory.training.callbacks import Callbacks
 from vit_memory.training.loop import fit
+from vit_memory.training.options import TrainingOptions
+from vit_memory.training.ranks import init_ranks
 from vit_memory.training.recipe import Recipe
 
-crew = join_crew()
+ranks = init_ranks()
 pixels = np.random.default_rng(0).random((12, 32, 32, 3)).astype(np.float32)
-cache, stop, last = Cache("ram"), None, [0, 1]
+cache, should_stop, last = Cache("ram"), lambda: False, [0, 1]
 
-def report(progress):
+def on_progress(progress):
     last[:] = progress.step, progress.steps
-    if crew.rank == 0 and progress.stage == "storing":
+    if ranks.rank == 0 and progress.stage == "storing":
         time.sleep(0.3)  # so that the other has failed long before this one is done
 
 {case}
@@ -70,28 +72,30 @@ backbone = load_backbone(tiny_backbone().model, preprocessing=FACTS)
 split = Split.of(ImageArray.whole("noise", pixels), np.arange(12) % 3)
 recipe = Recipe(steps=60, batch=12, views=30, learning_rates=(0.1,), evaluate_every=30)
 try:
-    fit(backbone, [fresh(backbone)], split, coloured(12, 2), recipe, cache=cache, stop=stop, report=report, crew=crew)
+    options = TrainingOptions(cache=cache, ranks=ranks)
+    callbacks = Callbacks(on_progress, should_stop=should_stop)
+    fit(backbone, [fresh(backbone)], split, coloured(12, 2), recipe, options=options, callbacks=callbacks)
 finally:
     print("before the end" if last[0] < last[1] else "at the end")
 """
-CASES = {  # what is wrong, what process 0 says, what process 1 says
+CASES = {  # the fault, the error of process 0, the error of process 1
     "a bad image of process 1, while storing": (
         "pixels[5, 0, 0, 0] = np.nan",
         "TrainingError: process 1 of 2 (counted from 0) failed: noise[5]: ",
         "BadImage: noise[5]: ",
     ),
     "a bug that process 1 alone meets": (
-        "if crew.rank == 1: caching.run_trunk = None",
+        "if ranks.rank == 1: trunk_store.run_trunk = None",
         "TrainingError: process 1 of 2 (counted from 0) failed: TypeError: 'NoneType' object is not callable",
         "TypeError: 'NoneType' object is not callable",
     ),
     "process 1 is asked to stop, while storing": (
-        "stop = lambda: crew.rank == 1",
+        "should_stop = lambda: ranks.rank == 1",
         "TrainingStopped: stopped before the first step",
         "TrainingStopped: stopped before the first step",
     ),
     "process 0 has no memory for a store": (
-        "caching.free_memory = lambda: crew.rank * 10**10",
+        "cache_module.free_memory = lambda: ranks.rank * 10**10",
         "TrainingError: memory does not hold",
         "TrainingError: process 0 of 2 (counted from 0) failed: memory does not hold",
     ),
@@ -123,11 +127,11 @@ def test_when_one_process_fails_both_end_with_the_reason(case):
         for rank in (0, 1)
     ]
     try:
-        said = [process.communicate(timeout=100) for process in processes]
+        outputs = [process.communicate(timeout=100) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    for process, (out, err), message in zip(processes, said, expected, strict=True):
+    for process, (out, err), message in zip(processes, outputs, expected, strict=True):
         assert process.returncode == 1, err
         assert message in err.strip().splitlines()[-1]
         assert "before the end" in out

@@ -1,4 +1,4 @@
-"""The regimes that do not compose: one loop trains them too, and the library's own model is the judge."""
+"""The regimes that do not compose: one loop trains them too, and the library's own model is the reference."""
 
 from dataclasses import replace
 
@@ -14,23 +14,26 @@ from vit_memory.data.transforms import Training
 from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
 from vit_memory.standalone import StandaloneModel
-from vit_memory.training.crew import Crew
-from vit_memory.training.feeding import plan_steps
+from vit_memory.task import COMPOSABLE
+from vit_memory.training.batch_plan import plan_batches
+from vit_memory.training.callbacks import Callbacks
 from vit_memory.training.loop import fit
+from vit_memory.training.options import TrainingOptions
+from vit_memory.training.ranks import Ranks
 from vit_memory.training.recipe import Recipe
-from vit_memory.training.regimes import REGIMES, sweep_of
+from vit_memory.training.regimes import REGIMES, build_sweep
 from vit_memory.training.sweep import Setting
 
 RECIPE = Recipe(steps=40, batch=12, augment="none", learning_rates=(0.05, 0.2), evaluate_every=20)
-LONERS = [regime for regime, facts in REGIMES.items() if not facts.composes]
+NOT_COMPOSABLE = [regime for regime in REGIMES if regime not in COMPOSABLE]
 
 
-@pytest.mark.parametrize("regime", LONERS)
-def test_a_regime_that_does_not_compose_learns_and_answers_as_it_was_judged(backbone, regime):  # noqa: F811
+@pytest.mark.parametrize("regime", NOT_COMPOSABLE)
+def test_a_regime_that_does_not_compose_learns_and_answers_as_it_was_scored(backbone, regime):  # noqa: F811
     before = {name: value.clone() for name, value in backbone.model.state_dict().items()}
     validation = coloured(30, 2)
     result = fit(backbone, [fresh(backbone, regime=regime)], coloured(60, 1), validation, RECIPE)
-    assert result.cache == "off"
+    assert result.storage == "off"
     assert result.best.score > 0.5  # of three colours
     for name, value in backbone.model.state_dict().items():
         assert torch.equal(value, before[name]), name
@@ -63,19 +66,19 @@ def test_full_fine_tuning_is_that_of_torch_and_the_library(optimiser):
     torch.nn.init.zeros_(head.weight)
     torch.nn.init.zeros_(head.bias)
     parameters = [*theirs.parameters(), *head.parameters()]
-    made = (
+    reference = (
         torch.optim.SGD(parameters, rate, momentum=0.9, weight_decay=0.01)
         if optimiser == "sgd"
         else torch.optim.AdamW(parameters, rate, weight_decay=0.01)
     )
     loader = Loader(train, Training(FACTS, augment="none"), 8)
-    groups = list(plan_steps(24, recipe, 0, Crew()))
-    for step, batch in enumerate(loader.planned(groups, recipe.seed)):
-        made.zero_grad()
+    plan = list(plan_batches(24, recipe, 0, Ranks()))
+    for step, batch in enumerate(loader.planned(plan, recipe.seed)):
+        reference.zero_grad()
         F.cross_entropy(head(theirs(batch.images).last_hidden_state[:, 0]), batch.targets).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        made.param_groups[0]["lr"] = rate * recipe.rate_share(step)
-        made.step()
+        reference.param_groups[0]["lr"] = rate * recipe.rate_share(step)
+        reference.step()
     torch.testing.assert_close(result.task.head_weight, head.weight.detach(), rtol=0, atol=1e-4)
     tuned = result.backbone.model.state_dict()
     for name, value in theirs.state_dict().items():
@@ -85,7 +88,7 @@ def test_full_fine_tuning_is_that_of_torch_and_the_library(optimiser):
 def test_unmasked_gradients_are_those_of_numeric_differences(backbone):  # noqa: F811
     task = fresh(backbone, 2, regime="memory-unmasked")
     task = replace(task, head_weight=torch.randn(3, backbone.width, generator=torch.Generator().manual_seed(1)))
-    sweep = sweep_of(backbone, [Setting(task, 0.1)], TaskGraph(), Recipe())
+    sweep = build_sweep(backbone, [Setting(task, 0.1)], TaskGraph(), Recipe())
     batch, labels = images(3), torch.tensor([0, 1, 2])
     sweep.accumulate(sweep.backward(batch, labels)[1])
     values = sweep.stacks["cells"].values
@@ -100,12 +103,8 @@ def test_unmasked_gradients_are_those_of_numeric_differences(backbone):  # noqa:
     assert (ends[0] - ends[1]) / 2e-4 == pytest.approx(float((slope * direction).sum()), rel=0.05)
 
 
-def test_the_command_knows_every_regime_and_what_composes_is_what_the_graph_takes():
-    from vit_memory.cli import train
-    from vit_memory.task import COMPOSABLE
-
-    assert set(train.REGIMES) == set(REGIMES)
-    assert {regime for regime, facts in REGIMES.items() if facts.composes} == COMPOSABLE
+def test_the_regimes_that_compose_are_those_that_train_on_one_trunk():
+    assert {regime for regime, sweep in REGIMES.items() if sweep.storable} == COMPOSABLE
 
 
 def test_what_a_regime_cannot_do_is_refused(backbone):  # noqa: F811
@@ -117,21 +116,19 @@ def test_what_a_regime_cannot_do_is_refused(backbone):  # noqa: F811
         fit(backbone, [fresh(backbone), fresh(backbone, regime="full")], coloured(12, 1), coloured(6, 2), RECIPE)
 
 
-def test_early_stopping_ends_with_every_settings_best_look_and_resuming_adds_nothing(backbone, tmp_path):  # noqa: F811
+def test_early_stopping_ends_with_every_settings_best_evaluation_and_resuming_adds_nothing(backbone, tmp_path):  # noqa: F811
     recipe = Recipe(steps=400, batch=12, augment="none", learning_rates=(0.02, 0.3), evaluate_every=5, patience=3)
-    looks = []
-    words = (backbone, [fresh(backbone)], coloured(60, 1), coloured(30, 2), recipe)
-    result = fit(
-        *words,
-        report=lambda progress: progress.scores and looks.append(progress.scores),
-        checkpoint=tmp_path / "checkpoint",
-    )
-    resumed = fit(*words, checkpoint=tmp_path / "checkpoint", resume=True)
+    evaluations = []
+    arguments = (backbone, [fresh(backbone)], coloured(60, 1), coloured(30, 2), recipe)
+    options = TrainingOptions(checkpoint=tmp_path / "checkpoint")
+    callbacks = Callbacks(lambda progress: progress.scores and evaluations.append(progress.scores))
+    result = fit(*arguments, options=options, callbacks=callbacks)
+    resumed = fit(*arguments, options=replace(options, resume=True))
     assert [r.task.digest for r in resumed.settings] == [r.task.digest for r in result.settings]
-    assert len(looks) < 80
+    assert len(evaluations) < 80
     for i, setting in enumerate(result.settings):
-        assert setting.score == max(look[i] for look in looks)
-    assert max(max(look) for look in looks[:-3]) >= max(max(look) for look in looks[-3:])
+        assert setting.score == max(scores[i] for scores in evaluations)
+    assert max(max(scores) for scores in evaluations[:-3]) >= max(max(scores) for scores in evaluations[-3:])
     validation = coloured(30, 2)
     from vit_memory import MemoryViT
 

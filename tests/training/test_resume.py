@@ -15,15 +15,19 @@ import torch
 from training.test_sweep import backbone, coloured, fresh  # noqa: F401 - a fixture
 from vit_memory.errors import DamagedFile, TrainingError
 from vit_memory.training.cache import Cache
-from vit_memory.training.loop import Progress, fit
+from vit_memory.training.callbacks import Callbacks, Progress
+from vit_memory.training.loop import fit
+from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
 
 RECIPE = Recipe(steps=9, batch=8, learning_rates=(0.05, 0.2), evaluate_every=3)
 
 
-def run(backbone, checkpoint, recipe=RECIPE, **options):  # noqa: F811
+def run(backbone, checkpoint, recipe=RECIPE, on_progress=lambda progress: None, **options):  # noqa: F811
     tasks = [fresh(backbone), fresh(backbone, regime="class")]
-    return fit(backbone, tasks, coloured(20, 1), coloured(9, 2), recipe, checkpoint=checkpoint, **options)
+    options = TrainingOptions(checkpoint=checkpoint, **options)
+    callbacks = Callbacks(on_progress)
+    return fit(backbone, tasks, coloured(20, 1), coloured(9, 2), recipe, options=options, callbacks=callbacks)
 
 
 class Stop(Exception):  # noqa: N818
@@ -36,8 +40,10 @@ class Stop(Exception):  # noqa: N818
 def test_resuming_ends_with_the_same_bits_and_the_same_reports(backbone, tmp_path, optimiser, at, mode):  # noqa: F811
     patience = 3 if at == 6 else None
     recipe = replace(RECIPE, optimiser=optimiser, learning_rates=(0.01, 0.02), patience=patience)
-    told: list[Progress] = []
-    whole = run(backbone, tmp_path / "whole", recipe, report=told.append, cache=Cache(mode, folder=tmp_path / "a"))
+    reports: list[Progress] = []
+    whole = run(
+        backbone, tmp_path / "whole", recipe, on_progress=reports.append, cache=Cache(mode, folder=tmp_path / "a")
+    )
 
     def stop(progress):
         if progress.stage == "training" and progress.step == at:
@@ -45,15 +51,17 @@ def test_resuming_ends_with_the_same_bits_and_the_same_reports(backbone, tmp_pat
 
     cache = Cache(mode, folder=tmp_path / "b")
     with pytest.raises(Stop):
-        run(backbone, tmp_path / "cut", recipe, report=stop, checkpoint_every=2, cache=cache)
+        run(backbone, tmp_path / "cut", recipe, on_progress=stop, checkpoint_every=2, cache=cache)
     again: list[Progress] = []
-    resumed = run(backbone, tmp_path / "cut", recipe, report=again.append, checkpoint_every=2, resume=True, cache=cache)
+    resumed = run(
+        backbone, tmp_path / "cut", recipe, on_progress=again.append, checkpoint_every=2, resume=True, cache=cache
+    )
     assert [r.task.digest for r in resumed.settings] == [r.task.digest for r in whole.settings]
     assert [r.score for r in resumed.settings] == [r.score for r in whole.settings]
     again = [progress for progress in again if progress.stage == "training"]
-    assert again == told[-len(again) :]
+    assert again == reports[-len(again) :]
     work: list[Progress] = []
-    finished = run(backbone, tmp_path / "cut", recipe, report=work.append, resume=True, cache=cache)
+    finished = run(backbone, tmp_path / "cut", recipe, on_progress=work.append, resume=True, cache=cache)
     assert finished.best.task.digest == whole.best.task.digest
     assert work == []  # nothing was left to do, and nothing was stored for it
 
@@ -103,8 +111,8 @@ from training.test_resume import run
 from vit_memory.training.cache import Cache
 backbone = load_backbone(tiny_backbone().model, preprocessing=FACTS)
 cache = Cache("disk", folder=Path({path!r} + "-store"))
-told = lambda progress: print(progress.stage, progress.step, flush=True)
-result = run(backbone, Path({path!r}), checkpoint_every=1, resume=True, cache=cache, report=told)
+show = lambda progress: print(progress.stage, progress.step, flush=True)
+result = run(backbone, Path({path!r}), checkpoint_every=1, resume=True, cache=cache, on_progress=show)
 print(*(r.task.digest for r in result.settings))
 """
 
@@ -147,6 +155,6 @@ def test_reading_a_checkpoint_leaves_no_tensor_of_the_file_in_use(backbone, tmp_
     from vit_memory.training.sweep import Setting
 
     sweep = MaskedSweep(backbone, [Setting(fresh(backbone), 0.1)], TaskGraph(), RECIPE)
-    homes = {name: value.data_ptr() for name, value in sweep.state().items()}
-    sweep.load_state({name: torch.zeros_like(value) for name, value in sweep.state().items()}, [])
-    assert {name: value.data_ptr() for name, value in sweep.state().items()} == homes
+    addresses = {name: value.data_ptr() for name, value in sweep.state_dict().items()}
+    sweep.load_state_dict({name: torch.zeros_like(value) for name, value in sweep.state_dict().items()}, [])
+    assert {name: value.data_ptr() for name, value in sweep.state_dict().items()} == addresses

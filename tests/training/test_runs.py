@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from itertools import count
+from typing import get_args
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def test_a_run_is_resumed_to_the_same_task_and_never_replaced(photos, backbone, 
     content = (tmp_path / "run/birds.safetensors").read_bytes()
     again = train(photos, backbone, tmp_path / "run", "--lr", "0.1")
     assert isinstance(again.exception, TrainingError)
-    assert "holds a training already. Go on with it (--resume), or give another --out" in str(again.exception)
+    assert "holds a training already. Resume it with --resume, or use another --out" in str(again.exception)
     other = train(photos, backbone, tmp_path / "run", "--lr", "0.2", "--resume")
     assert "recipe.learning_rates: [0.1] then, [0.2] now" in str(other.exception)
     assert train(photos, backbone, tmp_path / "run", "--lr", "0.1", "--resume").exit_code == 0
@@ -85,7 +86,7 @@ def test_a_run_is_resumed_to_the_same_task_and_never_replaced(photos, backbone, 
     (tmp_path / "old.safetensors").write_bytes(content)
     assert resumed.digest == load_task(tmp_path / "old.safetensors").digest
     nothing = train(photos, backbone, tmp_path / "empty", "--resume")
-    assert "no checkpoint to go on from" in str(nothing.exception)
+    assert "no checkpoint to resume from" in str(nothing.exception)
 
 
 def stopped_after(steps, monkeypatch):
@@ -160,9 +161,9 @@ def test_a_dataset_too_small_to_split_is_told_and_refused_with_what_to_do(backbo
     [
         ("--regime", "all", "all: expected head, class, memory, memory-unmasked"),
         ("--memory", "1,x", "'1,x': expected whole numbers, separated by commas."),
-        ("--lr", "fast", "'fast': expected numbers"),
+        ("--lr", "fast", "'fast': expected numbers or auto, separated by commas."),
         ("--start", "random", "random: expected original, normal."),
-        ("--on-bad-image", "ignore", "ignore: expected fail, skip."),
+        ("--on-bad-image", "ignore", "'ignore' is not one of 'fail', 'skip'."),
     ],
 )
 def test_a_wrong_option_is_refused_at_once(photos, backbone, tmp_path, option, value, message):
@@ -170,6 +171,38 @@ def test_a_wrong_option_is_refused_at_once(photos, backbone, tmp_path, option, v
     assert said.exit_code == 2
     assert message in said.output
     assert not (tmp_path / "run").exists()
+
+
+def test_the_command_offers_the_words_that_the_library_accepts():
+    from vit_memory import task
+    from vit_memory.cli import train_options as options
+    from vit_memory.data import loading, transforms
+    from vit_memory.training import cache, recipe
+
+    for offered, accepted in (
+        (options.Regime, task.Regime),
+        (options.Start, task.Start),
+        (options.Optimiser, recipe.Optimiser),
+        (options.Augment, transforms.Augment),
+        (options.CacheMode, cache.CacheMode),
+        (options.CacheDtype, cache.CacheDtype),
+        (options.OnBadImage, loading.OnBadImage),
+    ):
+        assert {word.value for word in offered} == set(get_args(accepted))
+
+
+def test_the_defaults_of_the_command_are_those_of_the_library():
+    from vit_memory import Cache, Recipe, TrainingOptions
+    from vit_memory.cli.train_options import CacheOptions, GridOptions, MachineOptions, RecipeOptions
+    from vit_memory.training.grid import Grid
+    from vit_memory.training.ranks import Ranks
+
+    assert GridOptions().build() == Grid()
+    assert RecipeOptions().build() == Recipe()
+    assert RecipeOptions(steps=7, views=0).build() == Recipe(steps=7, views=None)
+    assert CacheOptions().build() == Cache()
+    ranks = Ranks()
+    assert MachineOptions(workers=0).build(Cache(), ranks, resume=False) == TrainingOptions(ranks=ranks)
 
 
 def test_bad_images_are_left_out_when_asked_and_reported_in_the_run(photos, backbone, tmp_path):
@@ -216,7 +249,7 @@ def command(photos, backbone, out, *more):
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_says_how_to_go_on_to_the_same_task(photos, backbone, tmp_path):
+def test_ctrl_c_saves_and_prints_how_to_resume_to_the_same_task(photos, backbone, tmp_path):
     more = ["--steps", "400", "--evaluate-every", "20"]
     subprocess.run([sys.executable, *command(photos, backbone, tmp_path / "whole", *more)], check=True)
     cut = command(photos, backbone, tmp_path / "cut", *more)
@@ -227,7 +260,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on_to_the_same_task(photos, backbone, t
                 break
         rest = process.stderr.read()
     assert process.returncode == 130
-    assert "Go on with the same command with --resume." in rest
+    assert "Resume with the same command and --resume." in rest
     assert not (tmp_path / "cut/birds.safetensors").exists()
     subprocess.run([sys.executable, *cut, "--resume"], check=True)
     whole, resumed = (load_task(tmp_path / name / "birds.safetensors") for name in ("whole", "cut"))
@@ -236,7 +269,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on_to_the_same_task(photos, backbone, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["off", "ram", "disk"])
-def test_two_processes_train_the_task_of_one_and_only_the_first_writes(photos, backbone, tmp_path, cache):
+def test_two_processes_train_the_task_of_one_and_only_the_main_one_writes(photos, backbone, tmp_path, cache):
     more = ["--steps", "12", "--evaluate-every", "4", "--cache", cache, "--cache-dtype", "float32"]
     more += ["--cache-dir", str(tmp_path / "cache")]
     one = subprocess.run([sys.executable, *command(photos, backbone, tmp_path / "one", *more)], check=False)

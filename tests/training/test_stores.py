@@ -19,10 +19,11 @@ from training.test_sweep import backbone, coloured, fresh  # noqa: F401 - a fixt
 from vit_memory.cli import app
 from vit_memory.data.loading import default_workers
 from vit_memory.errors import TrainingError
-from vit_memory.training import cache as caching
+from vit_memory.training import cache as cache_module
 from vit_memory.training import stores as stores_module
 from vit_memory.training.cache import Cache
 from vit_memory.training.loop import fit
+from vit_memory.training.options import TrainingOptions
 from vit_memory.training.space import parse_size
 from vit_memory.training.stores import clear_stores, list_stores
 
@@ -36,7 +37,8 @@ def names(place):
 
 def train(backbone, cache, seed=0, **options):  # noqa: F811
     recipe = replace(RECIPE, seed=seed, learning_rates=(0.1,))
-    return fit(backbone, [fresh(backbone)], coloured(20, 1), coloured(12, 2), recipe, cache=cache, **options)
+    options = TrainingOptions(cache=cache, **options)
+    return fit(backbone, [fresh(backbone)], coloured(20, 1), coloured(12, 2), recipe, options=options)
 
 
 def filled(backbone, place, **options):  # noqa: F811
@@ -113,9 +115,9 @@ def test_a_store_in_use_stays_until_its_user_ends_even_by_a_kill(backbone, tmp_p
         with pytest.raises(TrainingError, match="has no room for"):
             store(backbone, tmp_path, seed=5, limit=limit).open(disk=True)
         caplog.set_level("INFO")
-        monkeypatch.setattr(caching, "free_memory", lambda: 0)
-        assert train(backbone, Cache(folder=tmp_path, limit=limit), seed=5).cache == "off"
-        assert "nothing is stored, for there would be" in caplog.text
+        monkeypatch.setattr(cache_module, "free_memory", lambda: 0)
+        assert train(backbone, Cache(folder=tmp_path, limit=limit), seed=5).storage == "off"
+        assert "nothing is stored: there is no room for" in caplog.text
         assert f"in use by process {user.pid}" in cache_command("list", "--cache-dir", tmp_path)
         said = cache_command("clear", "--cache-dir", tmp_path)
         assert f"kept {used[:8]}" in said
@@ -124,7 +126,7 @@ def test_a_store_in_use_stays_until_its_user_ends_even_by_a_kill(backbone, tmp_p
         user.send_signal(signal.SIGKILL)
     (info,) = list_stores(tmp_path)
     assert info.users == ()
-    assert train(backbone, Cache("disk", folder=tmp_path, limit=limit), seed=5).cache == "disk"
+    assert train(backbone, Cache("disk", folder=tmp_path, limit=limit), seed=5).storage == "disk"
     assert used not in names(tmp_path)
 
 
@@ -133,7 +135,7 @@ def test_a_store_that_a_training_is_about_to_open_is_not_removed(backbone, tmp_p
     last_used(old, 9)
     limit = int(2.5 * list_stores(tmp_path)[0].bytes)
     wanted = store(backbone, tmp_path, seed=1)
-    wanted.hold()
+    wanted.reserve()
     third = store(backbone, tmp_path, seed=3, limit=limit).open(disk=True)
     assert names(tmp_path) == {old.folder.name, third.folder.name}
     third.fill()
@@ -184,7 +186,7 @@ def test_list_says_what_each_store_holds_and_how_much_of_it(backbone, tmp_path):
     entry = by_name[whole.folder.name]
     assert (entry["images"], entry["views"], entry["precision"], entry["complete"]) == (20, 2, "float16", True)
     assert (entry["backbone"], entry["in_use_by"]) == (backbone.name, [])
-    assert entry["bytes"] >= whole.need == entry["bytes_when_complete"]
+    assert entry["bytes"] >= whole.bytes == entry["bytes_when_complete"]
     entry = by_name[cut.folder.name]
     assert (entry["views_to_store"], entry["views_stored"], entry["complete"]) == (60, 0, False)
     assert by_name[damaged.folder.name]["backbone"] == "unknown"
@@ -248,8 +250,8 @@ for turn in range(3):
     (place / f"{{turn}}-{{number}}-filled").touch()
     while True:
         last = all_are("filled")
-        assert bool(kept._done.all())  # a file that was cut short kills the process that reads it
-        assert kept._trunks.abs().amax((1, 2, 3, 4, 5)).min() > 0  # no row is lost
+        assert bool(kept.tensors.done.all())  # a file that was cut short kills the process that reads it
+        assert kept.tensors.trunks.abs().amax((1, 2, 3, 4, 5)).min() > 0  # no row is lost
         if last:
             break
 """
@@ -269,7 +271,8 @@ def test_processes_that_start_on_one_store_at_once_share_it(backbone, tmp_path):
     for turn in range(3):
         alone = filled(backbone, tmp_path / "alone", seed=turn)
         shared = store(backbone, tmp_path, seed=turn).open(disk=True)
-        torch.testing.assert_close(shared._trunks, alone._trunks, rtol=0, atol=2e-3)  # other threads, other rounding
+        # Other numbers of threads round differently.
+        torch.testing.assert_close(shared.tensors.trunks, alone.tensors.trunks, rtol=0, atol=2e-3)
         shared.close()
         shutil.rmtree(alone.folder)
 

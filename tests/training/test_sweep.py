@@ -13,8 +13,10 @@ from vit_memory.data.images import ImageArray
 from vit_memory.data.splits import Split
 from vit_memory.errors import BackboneMismatch, TrainingError
 from vit_memory.graph import TaskGraph
-from vit_memory.training.loop import Progress, fit
+from vit_memory.training.callbacks import Callbacks, Progress
+from vit_memory.training.loop import fit
 from vit_memory.training.masked import MaskedSweep
+from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.sweep import Setting
 from vit_memory.trunk import run_trunk
@@ -78,7 +80,7 @@ def test_the_optimisers_are_those_of_torch(backbone, optimiser):
     task = trained(backbone, "tint", labels=LABELS, cells=2)
     sweep = MaskedSweep(backbone, [Setting(task, 0.01, 0.1)], TaskGraph(), recipe)
     theirs = {name: value.clone().requires_grad_() for name, value in parts(task).items()}
-    made = (
+    reference = (
         torch.optim.SGD(theirs.values(), lr=0.01, momentum=0.9, weight_decay=0.1)
         if optimiser == "sgd"
         else torch.optim.AdamW(theirs.values(), lr=0.01, weight_decay=0.1)
@@ -91,8 +93,8 @@ def test_the_optimisers_are_those_of_torch(backbone, optimiser):
             shape = stacks[name].values.shape
             stacks[name].values.grad = value.grad.reshape(shape).clone()
         torch.nn.utils.clip_grad_norm_(theirs.values(), recipe.clip)
-        made.param_groups[0]["lr"] = 0.01 * recipe.rate_share(step)
-        made.step()
+        reference.param_groups[0]["lr"] = 0.01 * recipe.rate_share(step)
+        reference.step()
         assert sweep.step(step, torch.zeros(1)) == []
     for name, value in parts(sweep.tasks()[0]).items():
         torch.testing.assert_close(value, theirs[name].detach(), rtol=1e-5, atol=1e-6)
@@ -115,15 +117,15 @@ def test_what_is_trained_is_what_the_model_answers_also_for_extensions(backbone)
 
 
 @pytest.mark.parametrize("variant", variant_params())
-def test_gradients_are_those_of_the_dense_reference_also_in_a_room_used_before(variant):
+def test_gradients_are_those_of_the_dense_reference_also_in_buffers_used_before(variant):
     from vit_memory.reference import dense_forward
 
     backbone = tiny_backbone(variant)
     task = trained(backbone, "tint", labels=LABELS, cells=3)
     sweep = MaskedSweep(backbone, [Setting(task, 0.1)], TaskGraph(), Recipe())
     for batch, labels in ((images(5, seed=1), [0, 1, 2, 0, 1]), (images(4), [0, 1, 2, 0])):
-        sweep.accumulate(sweep.backward(sweep.look(batch), torch.tensor(labels))[1])
-        found = [gradient.clone() for gradient in sweep.gradients()]
+        sweep.accumulate(sweep.backward(sweep.encode(batch), torch.tensor(labels))[1])
+        gradients = [gradient.clone() for gradient in sweep.gradients()]
         for stack in sweep.stacks.values():
             stack.values.grad = None
         leaves = {name: value.clone().requires_grad_() for name, value in parts(task).items()}
@@ -131,11 +133,11 @@ def test_gradients_are_those_of_the_dense_reference_also_in_a_room_used_before(v
         logits = with_graph(backbone, [replace(task, **leaves)], batch)["tint"]
         loss = F.cross_entropy(logits, torch.tensor(labels), reduction="sum")
         expected = torch.autograd.grad(loss, list(leaves.values()))
-        for ours, theirs in zip(found, expected, strict=True):
+        for ours, theirs in zip(gradients, expected, strict=True):
             torch.testing.assert_close(ours.reshape(theirs.shape), theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_graph_whose_room_was_used_again_is_noticed(backbone):
+def test_a_graph_whose_buffers_were_used_again_is_noticed(backbone):
     task = trained(backbone, "tint", labels=LABELS, cells=3)
     sweep = MaskedSweep(backbone, [Setting(task, 0.1)], TaskGraph(), Recipe())
     first = sweep.logits(run_trunk(backbone.roles, images(4)))
@@ -151,7 +153,9 @@ def test_training_learns_and_leaves_backbone_and_parents_bit_for_bit(backbone):
     seen: list[Progress] = []
     recipe = Recipe(steps=40, batch=16, learning_rates=(0.1, 0.3), evaluate_every=10, augment="none")
     tasks = [fresh(backbone, parents=[parent]), fresh(backbone, regime="class", parents=[parent])]
-    result = fit(backbone, tasks, coloured(96, 1), coloured(48, 2), recipe, parents=[parent], report=seen.append)
+    result = fit(
+        backbone, tasks, coloured(96, 1), coloured(48, 2), recipe, parents=[parent], callbacks=Callbacks(seen.append)
+    )
     assert result.best.score > 0.8
     seen = [progress for progress in seen if progress.scores is not None]
     assert [progress.step for progress in seen] == [10, 20, 30, 40]
@@ -170,7 +174,8 @@ def test_the_same_seed_gives_the_same_bits_and_chunks_the_same_weights(backbone)
     train, validation = coloured(20, 1), coloured(9, 2)
 
     def run(recipe, workers=0):
-        return fit(backbone, [fresh(backbone)], train, validation, recipe, workers=workers).settings[0].task
+        options = TrainingOptions(workers=workers)
+        return fit(backbone, [fresh(backbone)], train, validation, recipe, options=options).settings[0].task
 
     first = run(recipe)
     assert run(recipe).digest == run(recipe, workers=2).digest == first.digest
@@ -208,8 +213,8 @@ def test_what_cannot_be_trained_is_refused_before_any_work(backbone):
     two = new_task(backbone, "tint", ["a", "b"])
     refused("label number 2, but task 'tint' answers 2: a, b", [two])
     refused("cannot be trained at once", [fresh(backbone), fresh(backbone, regime="memory-unmasked")])
-    refused("extends colour, but given as parents were none", [fresh(backbone, parents=["colour"])])
-    refused("given as parents were other", [fresh(backbone)], parents=[trained(backbone, "other")])
+    refused("extends colour, but the given parents are none", [fresh(backbone, parents=["colour"])])
+    refused("but the given parents are other", [fresh(backbone)], parents=[trained(backbone, "other")])
     elsewhere = load_backbone(tiny_backbone("deit").model)
     refused("task 'tint' was trained on", [new_task(elsewhere, "tint", LABELS)], error=BackboneMismatch)
     stranger = trained(elsewhere, "stranger")

@@ -12,7 +12,7 @@ from vit_memory.cli.progress import TrainingProgress, duration
 
 if TYPE_CHECKING:
     from vit_memory.demo.run import DemoResult
-    from vit_memory.training.loop import Progress
+    from vit_memory.training.callbacks import Progress
 
 
 def demo(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vit_memory.cli.terminal import Bar, LogHandler, is_interactive
 
 if TYPE_CHECKING:
-    from vit_memory.training.loop import Progress
+    from vit_memory.training.callbacks import Progress
 
 
 class TrainingProgress:

@@ -10,7 +10,7 @@ from vit_memory.cli.progress import score_text
 from vit_memory.cli.terminal import print_table
 
 if TYPE_CHECKING:
-    from vit_memory.training.loop import FitResult
+    from vit_memory.training.results import FitResult
 
 
 def print_settings(result: "FitResult") -> None:

@@ -25,9 +25,11 @@ from vit_memory.model import MemoryViT
 from vit_memory.predictions import Prediction, predictions
 from vit_memory.task import Kind, Task
 from vit_memory.training.cache import Cache
-from vit_memory.training.loop import Progress, fit
+from vit_memory.training.callbacks import Callbacks, Progress
+from vit_memory.training.grid import Grid
+from vit_memory.training.loop import fit
+from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
-from vit_memory.training.runs import Grid
 
 TRAIN, VALIDATION, TEST = 1000, 200, 300  # images
 _RECIPE = Recipe(steps=160, augment="none", learning_rates=(0.3, 1.0), evaluate_every=80)
@@ -148,8 +150,8 @@ def _train(
         validation,
         _RECIPE,
         parents=parents,
-        cache=cache,
-        report=None if report is None else lambda progress: report(demo_task.name, progress),
+        options=TrainingOptions(cache=cache),
+        callbacks=None if report is None else Callbacks(lambda progress: report(demo_task.name, progress)),
     )
     best = {}  # by regime; the best score comes last
     for setting in sorted(result.settings, key=lambda setting: -math.inf if setting.score is None else setting.score):

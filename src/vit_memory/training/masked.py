@@ -1,62 +1,70 @@
-"""Settings of the composable regimes, all on one trunk: the pass of the backbone is paid once, whatever is trained.
+"""Settings of the composable regimes: one backbone pass serves all of them.
 
-Under the rule of reading, settings are unrelated tasks: none can see another, and the trunk sees none of them. So it
-is computed without a graph, or taken from a store, and only class tokens carry one.
+Settings are unrelated tasks: none reads another, and the trunk reads none of them. So the trunk is computed without a
+graph, or read from a store, and only class tokens have a graph.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vit_memory.backbone import Backbone
 from vit_memory.buffers import ThreadBuffers
 from vit_memory.errors import TrainingError
-from vit_memory.graph import TaskGraph
 from vit_memory.reading import Memory, Readers, lay_out, place_cells, project_cells, read
 from vit_memory.task import COMPOSABLE
-from vit_memory.training.objective import Objective
+from vit_memory.training.memory_sweep import MemorySweep
 from vit_memory.training.products import Products
-from vit_memory.training.recipe import Recipe
-from vit_memory.training.sweep import MemorySweep, Seen, Setting
+from vit_memory.training.sweep import Encoding, Stack
 from vit_memory.trunk import Trunk, run_trunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Prepared:
-    """Readers cut off from what they were made from, and the pairs by which gradients find back."""
+class _DetachedReaders:
+    """Readers detached from the parameters, so that chunks can be computed in threads, each with its own graph."""
 
     readers: Readers
-    made: tuple[tuple[Tensor, Tensor], ...]  # with a graph to what is trained; the leaf that chunks read
+    pairs: tuple[tuple[Tensor, Tensor], ...]  # a tensor with a graph to the parameters, and its detached leaf
 
 
 class MaskedSweep(MemorySweep):
     """Settings of `head`, `class` and `memory`, which extend the same frozen parents."""
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        settings: Sequence[Setting],
-        parents: TaskGraph,
-        recipe: Recipe,
-        objective: Objective | None = None,
-    ) -> None:
-        super().__init__(backbone, settings, recipe, objective)
-        _check(settings, parents)
-        self.parents = parents
-        self._ready: _Prepared | None = None
+    storable = True
+
+    def check_parents(self) -> None:
+        """Raise TrainingError unless the parents are exactly those that the settings extend, with all ancestors."""
+        task, parents = self.settings[0].task, self.parents
+        for setting in self.settings:
+            if setting.task.regime not in COMPOSABLE:
+                raise TrainingError(
+                    f"{setting.name}: regime {setting.task.regime!r} cannot be trained beside others; "
+                    f"those that can: {', '.join(sorted(COMPOSABLE))}."
+                )
+        missing = [name for name in task.parents if name not in parents]
+        if missing or set(parents) != set(parents.with_ancestors(task.parents)):
+            raise TrainingError(
+                f"{task.name} extends {', '.join(task.parents) or 'nothing'}, but the given parents are "
+                f"{', '.join(parents) or 'none'}: give its parents and all their ancestors, and no others."
+            )
+
+    def create_parameters(self) -> dict[str, Stack]:
+        """Those of a MemorySweep; the frozen parents are prepared beside them."""
+        stacks = super().create_parameters()
+        self._detached: _DetachedReaders | None = None
         self._buffers = ThreadBuffers()
         self._lay_out()
+        return stacks
 
     def _lay_out(self) -> None:
-        """Lay out the settings with a token beside the parents they read, which are computed once and for all."""
+        """Lay out the settings with a class token beside the parents they read; project the parents' cells once."""
         roles, device = self.backbone.roles, self.backbone.device
         above = [self.parents[name] for name in self.parents if self.parents[name].class_token is not None]
-        index = {task.name: len(self.reading) + i for i, task in enumerate(above)}
-        ancestors = [list(index.values())] * len(self.reading)
+        index = {task.name: len(self.with_token) + i for i, task in enumerate(above)}
+        ancestors = [list(index.values())] * len(self.with_token)
         ancestors += [[index[a] for a in self.parents.ancestors(task.name) if a in index] for task in above]
-        counts = [self.settings[i].task.cells for i in self.reading] + [task.cells for task in above]
+        counts = [self.settings[i].task.cells for i in self.with_token] + [task.cells for task in above]
         layout = lay_out([str(i) for i in range(len(counts))], ancestors, counts)
         order = [int(name) for name in layout.names]
         starts = [sum(counts[:i]) for i in range(len(counts))]
@@ -64,7 +72,8 @@ class MaskedSweep(MemorySweep):
         self._layout = layout.to(device)
         self._order = torch.tensor(order, dtype=torch.long, device=device)
         self._rows = torch.tensor(rows, dtype=torch.long, device=device)
-        self._places = torch.tensor([order.index(i) for i in range(len(self.reading))], dtype=torch.long, device=device)
+        positions = [order.index(i) for i in range(len(self.with_token))]
+        self._positions = torch.tensor(positions, dtype=torch.long, device=device)
         with torch.no_grad():
             dtype = self.backbone.dtype
             tokens = [task.class_token.to(device, dtype) for task in above if task.class_token is not None]
@@ -74,68 +83,69 @@ class MaskedSweep(MemorySweep):
                 for i, block in enumerate(roles.blocks)
             ]
 
-    def look(self, images: Tensor) -> Trunk:
-        """The trunk of some images, which holds until the next are looked at."""
-        return run_trunk(self.backbone.roles, images, keep=bool(self.reading), pool=self._buffers.pool)
+    def encode(self, images: Tensor) -> Trunk:
+        """The trunk of the images. It is valid until the next call in the same thread."""
+        return run_trunk(self.backbone.roles, images, keep=bool(self.with_token), pool=self._buffers.pool)
 
-    def logits(self, seen: Seen) -> Tensor:
-        """Answers (T, B, C) of every setting to the images of a trunk, with a graph to what is trained."""
-        assert isinstance(seen, Trunk)
-        features = seen.original.feature.expand(len(self.settings), -1, -1)  # (T, B, D), what `head` settings read
-        if self.reading:
-            readers = self._prepared().readers
+    def logits(self, encoding: Encoding) -> Tensor:
+        """Outputs (T, B, C) of every setting for the images of a trunk, with a graph to the leaves."""
+        assert isinstance(encoding, Trunk)
+        features = encoding.original.feature.expand(len(self.settings), -1, -1)  # (T, B, D), what `head` settings read
+        if self.with_token:
+            readers = self._detached_readers().readers
             run = Products(self._buffers.pool)
-            read_out = read(self.backbone.roles, readers, seen, run=run)[:, self._places]  # (B, R, D)
-            if len(self.reading) == len(self.settings):
+            read_out = read(self.backbone.roles, readers, encoding, run=run)[:, self._positions]  # (B, R, D)
+            if len(self.with_token) == len(self.settings):
                 features = read_out.transpose(0, 1)
             else:
                 features = features.index_copy(0, self.tokens.owner, read_out.transpose(0, 1).contiguous())
-        return self.answers(features)
+        return self.apply_heads(features)
 
     def leaves(self) -> list[Tensor]:
-        """The prepared readers' tensors, and the heads."""
-        made = self._prepared().made if self.reading else ()
-        return [*(leaf for _, leaf in made), self.heads.values, self.biases.values]
+        """The tensors of the detached readers, and the heads."""
+        pairs = self._detached_readers().pairs if self.with_token else ()
+        return [*(leaf for _, leaf in pairs), self.heads.values, self.biases.values]
 
     def gradients(self) -> list[Tensor]:
-        """Those gathered so far: what reached the prepared readers is carried on to what they were made from."""
-        if self._ready is not None and self._ready.made:
-            reached = [(made, leaf.grad) for made, leaf in self._ready.made if leaf.grad is not None]
-            if reached:
-                torch.autograd.backward([made for made, _ in reached], [grad for _, grad in reached])
-        self._ready = None
+        """The accumulated gradients: those of the detached readers are carried back to the parameters."""
+        if self._detached is not None and self._detached.pairs:
+            pairs = [(attached, leaf.grad) for attached, leaf in self._detached.pairs if leaf.grad is not None]
+            if pairs:
+                torch.autograd.backward([attached for attached, _ in pairs], [gradient for _, gradient in pairs])
+        self._detached = None
         return super().gradients()
 
     def step(self, number: int, losses: Tensor, count: float = 1.0) -> list[int]:
-        """One optimiser step; what was prepared from the old values is dropped."""
+        """One optimiser step; the readers are computed again from the new values."""
         diverged = super().step(number, losses, count)
-        self._ready = None
+        self._detached = None
         return diverged
 
-    def load_state(self, state: Mapping[str, Tensor], stopped: Iterable[int]) -> None:
-        """Go back to a state of a sweep of the same settings."""
-        super().load_state(state, stopped)
-        self._ready = None
+    def load_state_dict(self, state: Mapping[str, Tensor], stopped: Iterable[int]) -> None:
+        """Restore the state of a sweep of the same settings, of which some were stopped."""
+        super().load_state_dict(state, stopped)
+        self._detached = None
 
-    def _prepared(self) -> _Prepared:
-        """Readers made once for all chunks of a step: cells are projected once, however many images read them."""
-        if self._ready is None or (torch.is_grad_enabled() and not self._ready.made):
-            made = self._readers()
-            if not torch.is_grad_enabled():
-                self._ready = _Prepared(made, ())
-                return self._ready
-            pairs = []
+    def _detached_readers(self) -> _DetachedReaders:
+        """Computed once for all chunks of a step: cells are projected once, however many images read them."""
+        if self._detached is None or (torch.is_grad_enabled() and not self._detached.pairs):
+            self._detached = self._detach(self._readers())
+        return self._detached
 
-            def leaf(tensor: Tensor) -> Tensor:
-                cut = tensor.detach().requires_grad_()
-                pairs.append((tensor, cut))
-                return cut
+    def _detach(self, readers: Readers) -> _DetachedReaders:
+        if not torch.is_grad_enabled():
+            return _DetachedReaders(readers, ())
+        pairs = []
 
-            memory = tuple(
-                tuple(Memory(leaf(group.keys), leaf(group.values)) for group in block) for block in made.memory
-            )
-            self._ready = _Prepared(Readers(made.layout, leaf(made.tokens), memory), tuple(pairs))
-        return self._ready
+        def leaf(tensor: Tensor) -> Tensor:
+            detached = tensor.detach().requires_grad_()
+            pairs.append((tensor, detached))
+            return detached
+
+        memory = tuple(
+            tuple(Memory(leaf(group.keys), leaf(group.values)) for group in block) for block in readers.memory
+        )
+        return _DetachedReaders(Readers(readers.layout, leaf(readers.tokens), memory), tuple(pairs))
 
     def _readers(self) -> Readers:
         roles, dtype = self.backbone.roles, self.backbone.dtype
@@ -144,24 +154,8 @@ class MaskedSweep(MemorySweep):
         for block, cells, parents in zip(roles.blocks, self.cells.values.to(dtype), self._parent_cells, strict=True):
             own = project_cells(roles, block, cells)
             keys, values = (
-                torch.cat([table, *(theirs[i] for theirs in parents)]).index_select(0, self._rows)
+                torch.cat([table, *(projected[i] for projected in parents)]).index_select(0, self._rows)
                 for i, table in enumerate(own)
             )
             memory.append(place_cells(self._layout, keys, values))
         return Readers(self._layout, roles.pre_norm(tokens), tuple(memory))
-
-
-def _check(settings: Sequence[Setting], parents: TaskGraph) -> None:
-    first = settings[0].task
-    for setting in settings:
-        if setting.task.regime not in COMPOSABLE:
-            raise TrainingError(
-                f"{setting.name}: regime {setting.task.regime!r} cannot be trained beside others; "
-                f"those that can: {', '.join(sorted(COMPOSABLE))}."
-            )
-    absent = [name for name in first.parents if name not in parents]
-    if absent or set(parents) != set(parents.with_ancestors(first.parents)):
-        raise TrainingError(
-            f"{first.name} extends {', '.join(first.parents) or 'nothing'}, but given as parents were "
-            f"{', '.join(parents) or 'none'}: give its parents and all their ancestors, and no others."
-        )

@@ -1,10 +1,10 @@
-"""What a task is trained for, by its kind: the loss, and the score on validation images that compares settings.
+"""Losses and validation scores, by the kind of the task. The score compares settings.
 
 single-label   cross-entropy          accuracy, or balanced accuracy where the loss is balanced
 multi-label    binary cross-entropy   mAP, the mean over labels of their average precision
-regression     smooth L1              R², the share of the variance that is explained
+regression     smooth L1              R², the share of explained variance
 
-Scores are computed from sums that can be added up over processes. NaN targets are not known and left out.
+Scores are computed from sums that can be added over processes. NaN targets are unknown and left out.
 
 Shape letters: B batch, T settings, C labels, n validation images.
 """
@@ -28,8 +28,8 @@ Sums = list[Tensor]
 class Objective(ABC):
     """The loss and the score of one kind of task."""
 
-    metric: str  # what the score is called
-    scale: TargetScale | None = None  # of regression: what targets are standardised by
+    metric: str  # the name of the score
+    scale: TargetScale | None = None  # regression only: mean and standard deviation of the targets
 
     @abstractmethod
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -37,18 +37,18 @@ class Objective(ABC):
 
     @abstractmethod
     def start(self, settings: int, device: torch.device) -> Sums:
-        """Sums before the first validation image."""
+        """Empty sums, before the first validation image."""
 
     @abstractmethod
     def add(self, sums: Sums, outputs: Tensor, targets: Tensor, indices: Tensor) -> None:
-        """Add the outputs (T, B, C) for those places in the validation split."""
+        """Add the outputs (T, B, C) for these indices of the validation split."""
 
     @abstractmethod
     def scores(self, sums: Sums) -> Tensor:
-        """(T,): every setting's score, the higher the better."""
+        """(T,): every setting's score; higher is better."""
 
     def thresholds(self, sums: Sums) -> list[list[float]] | None:
-        """Multi-label: for every setting the probability from which each label counts as present."""
+        """Multi-label: for every setting and label, the probability from which the label counts as present."""
         return None
 
 
@@ -70,21 +70,21 @@ class SingleLabel(Objective):
         return each.sum(1)
 
     def start(self, settings: int, device: torch.device) -> Sums:
-        """Right answers (T, C) and images (C,) of every class."""
+        """Correct predictions (T, C) and images (C,) of every class."""
         return [torch.zeros(settings, self.labels, device=device), torch.zeros(self.labels, device=device)]
 
     def add(self, sums: Sums, outputs: Tensor, targets: Tensor, indices: Tensor) -> None:
-        """Count right answers by class."""
-        right = (outputs.argmax(-1) == targets).float()
-        sums[0].index_add_(1, targets, right)
+        """Count correct predictions by class."""
+        correct = (outputs.argmax(-1) == targets).float()
+        sums[0].index_add_(1, targets, correct)
         sums[1].index_add_(0, targets, torch.ones_like(targets, dtype=torch.float32))
 
     def scores(self, sums: Sums) -> Tensor:
-        """Of all images, or with balanced weights the mean over classes."""
-        right, images = sums
+        """Accuracy over all images, or with balanced weights the mean over classes."""
+        correct, images = sums
         if self.weights is None:
-            return right.sum(1) / images.sum()
-        return (right / images)[:, images > 0].mean(1)
+            return correct.sum(1) / images.sum()
+        return (correct / images)[:, images > 0].mean(1)
 
 
 class MultiLabel(Objective):
@@ -99,14 +99,14 @@ class MultiLabel(Objective):
         weights: Tensor | None = None,
         learned: Tensor | None = None,
     ) -> None:
-        self.validation = validation  # (n, C) of the validation images, NaN where not known
+        self.validation = validation  # (n, C) targets of the validation images, NaN where unknown
         self.smoothing, self.weights = smoothing, weights  # (2, C) of absent and present labels, or None
-        self.learned = learned  # (C,) whether some training image shows the label; None: all
+        self.learned = learned  # (C,) whether any training image has the label; None: all
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Binary cross-entropy, summed over the labels of an image; what is not known costs nothing.
+        """Binary cross-entropy, summed over the labels of an image; unknown labels cost nothing.
 
-        The mean instead of the sum learned a hundred labels far more slowly at the same rates.
+        With the mean instead of the sum, a hundred labels were learned far more slowly at the same rates.
         """
         known = targets.isfinite()
         wanted = torch.where(known, targets, 0.0)
@@ -119,27 +119,27 @@ class MultiLabel(Objective):
         return (each * weight).sum((1, 2))
 
     def start(self, settings: int, device: torch.device) -> Sums:
-        """Outputs (T, n, C), and whether an image was looked at (n,): average precision needs all of them."""
+        """Outputs (T, n, C), and whether an image was evaluated (n,): average precision needs all outputs."""
         n, C = self.validation.shape
         return [torch.zeros(settings, n, C, device=device), torch.zeros(n, device=device)]
 
     def add(self, sums: Sums, outputs: Tensor, targets: Tensor, indices: Tensor) -> None:
-        """Put outputs in their places."""
+        """Store the outputs of these images."""
         sums[0][:, indices] = outputs
         sums[1][indices] = 1.0
 
-    def _seen(self, sums: Sums) -> tuple[Tensor, Tensor]:
-        outputs, seen = sums[0].cpu(), sums[1].cpu() > 0
-        return outputs[:, seen], self.validation[seen]
+    def _evaluated(self, sums: Sums) -> tuple[Tensor, Tensor]:
+        outputs, evaluated = sums[0].cpu(), sums[1].cpu() > 0
+        return outputs[:, evaluated], self.validation[evaluated]
 
     def scores(self, sums: Sums) -> Tensor:
-        """The mean over the labels that some validation image shows."""
-        outputs, targets = self._seen(sums)
+        """Mean average precision over the labels that any validation image has."""
+        outputs, targets = self._evaluated(sums)
         return torch.stack([average_precision(one, targets).nanmean() for one in outputs])
 
     def thresholds(self, sums: Sums) -> list[list[float]]:
-        """Those with the best F1 on the validation images; 1 for labels that no training image shows."""
-        outputs, targets = self._seen(sums)
+        """Those with the best F1 on the validation images; 1 for labels that no training image has."""
+        outputs, targets = self._evaluated(sums)
         learned = torch.ones(targets.shape[1], dtype=torch.bool) if self.learned is None else self.learned
         return [torch.where(learned, best_thresholds(one.sigmoid(), targets), 1.0).tolist() for one in outputs]
 
@@ -153,7 +153,7 @@ class Regression(Objective):
         self.scale = scale
 
     def _standardised(self, targets: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Targets (B, C) in standard deviations, 0 where not known, and which are known."""
+        """Targets (B, C) in standard deviations, 0 where unknown, and which are known."""
         assert self.scale is not None
         mean, std = (torch.tensor(values, dtype=torch.float64) for values in (self.scale.mean, self.scale.std))
         known = targets.isfinite()
@@ -161,7 +161,7 @@ class Regression(Objective):
         return torch.where(known.cpu(), standard, 0.0).float().to(device), known.to(device)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Smooth L1, the mean over the values of an image; what is not known costs nothing."""
+        """Smooth L1, the mean over the values of an image; unknown values cost nothing."""
         wanted, known = self._standardised(targets, outputs.device)
         each = F.smooth_l1_loss(outputs, wanted.expand_as(outputs), reduction="none")
         return (each * known).mean(2).sum(1)
@@ -173,23 +173,23 @@ class Regression(Objective):
         return [torch.zeros(settings, C, device=device), *(torch.zeros(C, device=device) for _ in range(3))]
 
     def add(self, sums: Sums, outputs: Tensor, targets: Tensor, indices: Tensor) -> None:
-        """Add up squares."""
+        """Add squared errors, and the sums of the targets."""
         wanted, known = self._standardised(targets, outputs.device)
         sums[0] += ((outputs - wanted).square() * known).sum(1)
         for i, part in enumerate((known, wanted, wanted.square()), 1):
             sums[i] += part.sum(0)
 
     def scores(self, sums: Sums) -> Tensor:
-        """The mean over the values of 1 - squared error / variance."""
+        """R²: the mean over the values of 1 - squared error / variance."""
         errors, number, total, squares = sums
         spread = squares - total.square() / number.clamp(min=1)
-        # Validation images that all have one value have no variance; that of the training images stands in: 1 each.
+        # If all validation images have one value, the variance of the training images is used instead: 1 each.
         spread = torch.where(spread > 1e-6 * number, spread, number)
         return (1 - errors / spread)[:, number > 0].mean(1)
 
 
 def objective_for(task: Task, recipe: Recipe, train: Split, validation: Split) -> Objective:
-    """The objective of tasks like this one on that data; refuses data that there is nothing to learn from."""
+    """The objective of a task on this data. Raises TrainingError if the data does not fit it or teaches nothing."""
     for name, split in (("training", train), ("validation", validation)):
         if split.kind != task.kind:
             raise TrainingError(f"task {task.name!r} is {task.kind}, but the {name} images are {split.kind}.")
@@ -202,30 +202,34 @@ def objective_for(task: Task, recipe: Recipe, train: Split, validation: Split) -
     if task.kind == "single-label":
         return _single_label(task, recipe, train, validation)
     if task.kind == "multi-label":
-        present, absent = (targets == 1).sum(0).double(), (targets == 0).sum(0).double()
-        if not bool(((present > 0) & (absent > 0)).any()):
-            raise TrainingError(
-                f"task {task.name!r}: no label is present in some training images and absent in others: there is "
-                f"nothing to tell apart."
-            )
-        if not bool((validation.targets == 1).any()):
-            raise TrainingError(
-                f"task {task.name!r}: no validation image is known to show any of its labels, so that settings cannot "
-                f"be compared. Add some, or let the split be drawn."
-            )
-        weights = None
-        if recipe.balance:  # presence and absence of each label weigh as much as one another
-            both = present + absent
-            weights = torch.stack([both / (2 * absent.clamp(min=1)), both / (2 * present.clamp(min=1))]).float()
-        return MultiLabel(torch.from_numpy(validation.targets), recipe.label_smoothing, weights, present > 0)
+        return _multi_label(task, recipe, targets, torch.from_numpy(validation.targets))
     if recipe.balance or recipe.label_smoothing:
         raise TrainingError("balancing and label smoothing are for labels; a regression task has values.")
     if not bool(torch.from_numpy(validation.targets).isfinite().any()):
         raise TrainingError(
-            f"task {task.name!r}: no validation image has a known value, so that settings cannot be compared. "
-            f"Fill some in, or let the split be drawn."
+            f"task {task.name!r}: no validation image has a known value, so settings cannot be compared. "
+            f"Fill some in, or leave the validation split to be drawn."
         )
     return Regression(_scale(task, targets))
+
+
+def _multi_label(task: Task, recipe: Recipe, targets: Tensor, validation: Tensor) -> MultiLabel:
+    present, absent = (targets == 1).sum(0).double(), (targets == 0).sum(0).double()
+    if not bool(((present > 0) & (absent > 0)).any()):
+        raise TrainingError(
+            f"task {task.name!r}: no label is present in some training images and absent in others: there is "
+            f"nothing to tell apart."
+        )
+    if not bool((validation == 1).any()):
+        raise TrainingError(
+            f"task {task.name!r}: no validation image has any of its labels, so settings cannot be compared. "
+            f"Add some, or leave the validation split to be drawn."
+        )
+    weights = None
+    if recipe.balance:  # presence and absence of each label have the same weight
+        both = present + absent
+        weights = torch.stack([both / (2 * absent.clamp(min=1)), both / (2 * present.clamp(min=1))]).float()
+    return MultiLabel(validation, recipe.label_smoothing, weights, present > 0)
 
 
 def _single_label(task: Task, recipe: Recipe, train: Split, validation: Split) -> SingleLabel:
@@ -237,10 +241,10 @@ def _single_label(task: Task, recipe: Recipe, train: Split, validation: Split) -
                 f"{len(labels)}: {_some(labels)}."
             )
     if len(set(train.targets.tolist())) < 2:
-        only = labels[int(train.targets[0])]
-        raise TrainingError(f"all training images show {only!r}: there is nothing to tell apart.")
+        label = labels[int(train.targets[0])]
+        raise TrainingError(f"all training images show {label!r}: there is nothing to tell apart.")
     weights = None
-    if recipe.balance:  # every class weighs as much as any other, and the mean over the images is 1
+    if recipe.balance:  # all classes have the same weight, and the mean over the images is 1
         counts = torch.bincount(torch.from_numpy(train.targets), minlength=len(labels)).float()
         weights = torch.where(counts > 0, len(train) / ((counts > 0).sum() * counts.clamp(min=1)), 0.0)
     return SingleLabel(len(labels), recipe.label_smoothing, weights)
@@ -251,7 +255,7 @@ def _scale(task: Task, targets: Tensor) -> TargetScale:
     for label, column in zip(task.labels, targets.double().T, strict=True):
         known = column[column.isfinite()]
         if not len(known):
-            raise TrainingError(f"task {task.name!r}, {label}: not one training image has a value.")
+            raise TrainingError(f"task {task.name!r}, {label}: no training image has a value.")
         std = float(known.std(correction=0))
         if std == 0:
             raise TrainingError(

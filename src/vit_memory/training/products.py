@@ -1,7 +1,7 @@
-"""Products with frozen weights, on the way of class tokens that are trained.
+"""Matrix products of trained class tokens with frozen weights, in buffers that are used again.
 
-What a class token leaves in a graph is mostly the results of such products. Left to autograd they are fresh memory in
-every chunk, whose pages cost more than what is written to them; here they lie in buffers that are used again.
+The graph of a class token consists mostly of the results of such products. Autograd would allocate new memory for them
+in every chunk, and mapping its pages costs more time than writing to them.
 """
 
 import torch
@@ -12,7 +12,7 @@ from vit_memory.trunk import call
 
 
 class Products:
-    """How the tokens of one chunk pass modules. Its graph holds until the next chunk uses the same pool."""
+    """Applies modules to the tokens of one chunk. Its graph is valid until the next chunk uses the same pool."""
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
@@ -20,7 +20,7 @@ class Products:
 
     def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
         """Apply a module to tokens (…, width)."""
-        # A subclass of Linear may do anything, and one with weights in training needs more than this gradient.
+        # A subclass of Linear may compute anything, and trained weights need more than this gradient.
         if type(module) is not nn.Linear or module.weight.requires_grad or not torch.is_grad_enabled():
             return call(module, x)
         out: Tensor = _Frozen.apply(x, self._product(module, x), module.weight)  # type: ignore[no-untyped-call]
@@ -40,7 +40,7 @@ class Products:
 
 
 class _Frozen(torch.autograd.Function):
-    """The gradient of a product that is already computed."""
+    """Adds the gradient of a product that is already computed."""
 
     @staticmethod
     def forward(ctx, x: Tensor, product: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]

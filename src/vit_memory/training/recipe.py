@@ -1,4 +1,4 @@
-"""How a task is trained: one frozen value, checked whole when it is made."""
+"""The recipe of a training: optimiser, schedule, augmentation. One frozen value that is checked when it is created."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,17 +9,16 @@ from vit_memory.data.transforms import Augment
 from vit_memory.errors import TrainingError
 
 Optimiser = Literal["sgd", "adamw"]
-# What a newcomer's training tries at once: around the best rates on three packs of 20 images per class.
+# The default learning rates, all trained at once: around the best on three datasets of 20 images per class.
 AUTO_RATES: Mapping[str, tuple[float, ...]] = {"sgd": (0.03, 0.1, 0.3), "adamw": (1e-3, 3e-3, 1e-2)}
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that decides a training besides the data, the backbone and the tasks.
+    """Everything that decides what is learned, besides the data, the backbone and the tasks.
 
     The schedule counts optimiser steps: linear warm-up, then a cosine to zero. Every learning rate is trained with
-    every weight decay, at once; the best by validation score is kept. The default suits small data: a few hundred
-    steps, and rates around the one that was best on three packs of 20 images per class.
+    every weight decay, at once, and the best by validation score is kept. The defaults suit small datasets.
 
     >>> Recipe(steps=100, warmup=4).rate_share(4)
     1.0
@@ -31,23 +30,23 @@ class Recipe:
     learning_rates: tuple[float, ...] = AUTO_RATES["sgd"]
     weight_decays: tuple[float, ...] = (0.0,)
     momentum: float = 0.9  # SGD's; AdamW's are 0.9 and 0.999
-    clip: float | None = 1.0  # norm of a setting's whole gradient
+    clip: float | None = 1.0  # largest norm of a setting's gradient
     warmup: int = 5
     label_smoothing: float = 0.0
-    balance: bool = False  # weigh classes, or presence and absence of a label, as if there were equally many of each
+    balance: bool = False  # weigh classes, or presence and absence of a label, as if they were equally frequent
     augment: Augment = "inception"
-    flip: bool = True  # not for digits, letters or anything that has a left and a right
-    area: tuple[float, float] = (0.35, 1.0)  # of an inception crop
-    views: int | None = 8  # fixed views of every image, in turn by epoch, which can be stored; None: always new ones
+    flip: bool = True  # switch it off for digits, letters and anything with a left and a right
+    area: tuple[float, float] = (0.35, 1.0)  # share of the image that an inception crop covers
+    views: int | None = 8  # fixed views of every image, one per epoch in turn, which can be stored; None: new ones
     evaluate_every: int = 50
-    patience: int | None = None  # evaluations without a better score before it ends; settings keep their best weights
-    chunk: int | None = None  # images whose trunk is held at a time; larger batches are walked in chunks. None: by size
+    patience: int | None = None  # end after so many evaluations without a better score, with the best weights
+    chunk: int | None = None  # images per thread at a time; larger batches are computed in chunks. None: by memory
     seed: int = 0
 
     def __post_init__(self) -> None:
         faults = [
             f"{name} is {getattr(self, name)!r}; expected {expected}"
-            for name, expected, fine in (
+            for name, expected, valid in (
                 ("steps", "1 or more", self.steps >= 1),
                 ("batch", "1 or more", self.batch >= 1),
                 ("optimiser", " or ".join(get_args(Optimiser)), self.optimiser in get_args(Optimiser)),
@@ -65,26 +64,26 @@ class Recipe:
                 ("chunk", "1 or more, or None", self.chunk is None or self.chunk >= 1),
                 ("seed", "0 or more", self.seed >= 0),
             )
-            if not fine
+            if not valid
         ]
         if faults:
-            raise TrainingError(f"the recipe cannot be followed: {'; '.join(faults)}.")
+            raise TrainingError(f"the recipe is not valid: {'; '.join(faults)}.")
 
     @classmethod
     def paper(cls) -> "Recipe":
-        """The paper's: batch 512, 20 000 steps, SGD with momentum, clipping, 5 steps of warm-up, Inception crops.
+        """The paper's recipe: batch 512, 20 000 steps, SGD with momentum, clipping, 5 warm-up steps, Inception crops.
 
-        Momentum, the clipping norm, the schedule's shape and the rates are ours; the paper does not tell them.
+        The paper does not state momentum, clipping norm, schedule and learning rates; those are ours.
         """
         return replace(cls(), steps=20_000, batch=512, area=(0.08, 1.0), views=None, evaluate_every=1000)
 
     @property
     def fixed_views(self) -> int | None:
-        """How many views an image has in all; None: without end."""
+        """How many views an image has; None: a new one in every epoch."""
         return 1 if self.augment == "none" else self.views
 
     def rate_share(self, step: int) -> float:
-        """What share of the learning rate step number `step` (from 0) takes."""
+        """The factor on the learning rate at step `step`, counted from 0."""
         if step < self.warmup:
             return (step + 1) / (self.warmup + 1)
         if step == self.warmup or self.steps <= self.warmup:
@@ -92,5 +91,5 @@ class Recipe:
         return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / (self.steps - self.warmup)))
 
 
-def _all(values: tuple[float, ...], fine: Callable[[float], bool]) -> bool:
-    return bool(values) and all(math.isfinite(value) and fine(value) for value in values)
+def _all(values: tuple[float, ...], valid: Callable[[float], bool]) -> bool:
+    return bool(values) and all(math.isfinite(value) and valid(value) for value in values)

@@ -1,11 +1,11 @@
-"""The regimes: what each trains, whether its tasks can stand beside others, and how its settings see images.
+"""Which sweep trains which regime, and the sweeps of the regimes that do not compose.
 
-A new regime is one more line of REGIMES, and a Sweep if no other's will do.
+A new regime is one more line of REGIMES, and a subclass of Sweep if no existing one fits.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -16,166 +16,124 @@ from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
 from vit_memory.task import COMPOSABLE, Regime, Task
 from vit_memory.training.masked import MaskedSweep
+from vit_memory.training.memory_sweep import MemorySweep
 from vit_memory.training.objective import Objective
 from vit_memory.training.recipe import Recipe
-from vit_memory.training.sweep import MemorySweep, Seen, Setting, Stack, Sweep
+from vit_memory.training.sweep import Encoding, Setting, Stack, Sweep
 from vit_memory.trunk import run_originals
 from vit_memory.unmasked import run_unmasked
 
-Build = Callable[[Backbone, Sequence[Setting], TaskGraph, Recipe, Objective | None], Sweep]
-
 
 class UnmaskedSweep(MemorySweep):
-    """Settings whose cells every token reads: each needs a pass of its own, and a graph through all of it."""
+    """Settings whose cells every token reads: each needs its own backbone pass, with a graph through all of it."""
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        settings: Sequence[Setting],
-        parents: TaskGraph,
-        recipe: Recipe,
-        objective: Objective | None = None,
-    ) -> None:
-        _refuse_parents(settings, parents)
-        super().__init__(backbone, settings, recipe, objective)
-
-    def look(self, images: Tensor) -> Tensor:
-        """The images: nothing can be computed before a setting's own cells take part."""
+    def encode(self, images: Tensor) -> Tensor:
+        """The images themselves: the first block already reads the cells of a setting."""
         return images
 
-    def logits(self, seen: Seen) -> Tensor:
-        """Answers (T, B, C), one pass per setting."""
-        assert isinstance(seen, Tensor)
+    def logits(self, encoding: Encoding) -> Tensor:
+        """Outputs (T, B, C), one pass per setting."""
+        assert isinstance(encoding, Tensor)
         dtype = self.backbone.dtype
         features = []
-        for at, setting in enumerate(self.settings):
-            token = self.tokens.values[at : at + 1].to(dtype)
-            cells = self.cells.values[:, self.cell_rows[at] : self.cell_rows[at + 1]].to(dtype)
-            _, read_out = run_unmasked(self.backbone.roles, seen, token, cells, setting.task.regime)
+        for i, setting in enumerate(self.settings):
+            token = self.tokens.values[i : i + 1].to(dtype)
+            cells = self.cells.values[:, self.cell_rows[i] : self.cell_rows[i + 1]].to(dtype)
+            _, read_out = run_unmasked(self.backbone.roles, encoding, token, cells, setting.task.regime)
             features.append(read_out[:, 0])
-        return self.answers(torch.stack(features))
+        return self.apply_heads(torch.stack(features))
 
 
 class FullSweep(Sweep):
-    """Settings that train a whole backbone each, and a head on its original class token."""
+    """Settings that each train a whole backbone, and a head on its original class token."""
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        settings: Sequence[Setting],
-        parents: TaskGraph,
-        recipe: Recipe,
-        objective: Objective | None = None,
-    ) -> None:
-        _refuse_parents(settings, parents)
-        super().__init__(backbone, settings, recipe, objective)
+    def create_parameters(self) -> dict[str, Stack]:
+        """A copy of the backbone's parameters and a head for every setting."""
+        backbone = self.backbone
         if backbone.dtype != torch.float32:
             raise TrainingError(f"full fine-tuning needs float32 weights; {backbone.name} is {backbone.dtype}.")
-        self._models = [_trainable_copy(backbone) for _ in settings]
+        self._models = [copy.deepcopy(backbone.model).eval().requires_grad_(True) for _ in self.settings]
         self._roles = [backbone.family.roles(model) for model in self._models]
-        for i, setting in enumerate(settings):
-            learned = dict(_used(backbone, self._models[i]))
-            learned["head"] = nn.Parameter(setting.task.head_weight.to(backbone.device, copy=True))
-            learned["bias"] = nn.Parameter(setting.task.head_bias.to(backbone.device, copy=True))
-            for name, parameter in learned.items():
+        stacks: dict[str, Stack] = {}
+        for i, setting in enumerate(self.settings):
+            parameters = dict(_used_parameters(backbone, self._models[i]))
+            parameters["head"] = nn.Parameter(setting.task.head_weight.to(backbone.device, copy=True))
+            parameters["bias"] = nn.Parameter(setting.task.head_bias.to(backbone.device, copy=True))
+            for name, parameter in parameters.items():
                 owner = torch.full((len(parameter),), i, device=backbone.device)
-                self.stacks[f"{i}.{name}"] = Stack.of(parameter, owner, 0)
+                stacks[f"{i}.{name}"] = Stack.of(parameter, owner, 0)
+        return stacks
 
-    def look(self, images: Tensor) -> Tensor:
-        """The images: every setting has a backbone of its own."""
+    def encode(self, images: Tensor) -> Tensor:
+        """The images themselves: every setting has its own backbone."""
         return images
 
-    def logits(self, seen: Seen) -> Tensor:
-        """Answers (T, B, C), one pass per setting."""
-        assert isinstance(seen, Tensor)
-        answers = []
+    def logits(self, encoding: Encoding) -> Tensor:
+        """Outputs (T, B, C), one pass per setting."""
+        assert isinstance(encoding, Tensor)
+        outputs = []
         for i, roles in enumerate(self._roles):
             head, bias = self.stacks[f"{i}.head"].values, self.stacks[f"{i}.bias"].values
-            answers.append(F.linear(run_originals(roles, seen).feature, head, bias))
-        return torch.stack(answers)
+            outputs.append(F.linear(run_originals(roles, encoding).feature, head, bias))
+        return torch.stack(outputs)
 
     def tasks(self) -> list[Task]:
-        """Heads, each naming the backbone that was trained with it; see `weights`."""
-        trained = []
-        ended = self.ended()
-        for i, setting in enumerate(self.settings):
-            tuned = self.backbone_of(i)
-            trained.append(
-                replace(
-                    setting.task,
-                    head_weight=ended[f"{i}.head"].clone(),
-                    head_bias=ended[f"{i}.bias"].clone(),
-                    backbone=tuned.identity,
-                )
+        """Heads, each with the identity of the backbone that was trained with it (`trained_backbone`)."""
+        values = self.final_values()
+        return [
+            replace(
+                setting.task,
+                head_weight=values[f"{i}.head"].clone(),
+                head_bias=values[f"{i}.bias"].clone(),
+                backbone=self.trained_backbone(i).identity,
             )
-        return trained
+            for i, setting in enumerate(self.settings)
+        ]
 
-    def backbone_of(self, i: int) -> Backbone:
-        """The backbone that setting i ended with."""
+    def trained_backbone(self, i: int) -> Backbone:
+        """The backbone of setting i with its trained weights."""
         model = copy.deepcopy(self._models[i])
-        ended = self.ended()
+        values = self.final_values()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if f"{i}.{name}" in ended:
-                    parameter.copy_(ended[f"{i}.{name}"])
+                if f"{i}.{name}" in values:
+                    parameter.copy_(values[f"{i}.{name}"])
         return Backbone(model.eval(), self.backbone.family, self.backbone.name, self.backbone.preprocessing)
 
 
-@dataclass(frozen=True, slots=True)
-class RegimeFacts:
-    """What there is to know about a regime before training with it."""
-
-    trains: str
-    composes: bool  # its tasks stand beside others, and are trained beside others on one pass
-    stored: bool  # it can train from stored trunks
-    sweep: Build
-
-
-_MASKED: Build = MaskedSweep
-REGIMES: Mapping[Regime, RegimeFacts] = {
-    "head": RegimeFacts("a head on the original output", True, True, _MASKED),
-    "class": RegimeFacts("a class token and a head", True, True, _MASKED),
-    "memory": RegimeFacts("a class token, cells that only it reads, and a head", True, True, _MASKED),
-    "memory-unmasked": RegimeFacts("the same, with cells that every token reads", False, False, UnmaskedSweep),
-    "propagated": RegimeFacts("the same, cells entering once and handed on", False, False, UnmaskedSweep),
-    "additive": RegimeFacts("the same, handed on with an update per block", False, False, UnmaskedSweep),
-    "full": RegimeFacts("the whole backbone and a head", False, False, FullSweep),
+REGIMES: Mapping[Regime, type[Sweep]] = {
+    "head": MaskedSweep,
+    "class": MaskedSweep,
+    "memory": MaskedSweep,
+    "memory-unmasked": UnmaskedSweep,
+    "propagated": UnmaskedSweep,
+    "additive": UnmaskedSweep,
+    "full": FullSweep,
 }
 
 
-def sweep_of(
+def build_sweep(
     backbone: Backbone,
     settings: Sequence[Setting],
     parents: TaskGraph,
     recipe: Recipe,
     objective: Objective | None = None,
 ) -> Sweep:
-    """The sweep that trains these settings; regimes that see images differently cannot share one."""
+    """The sweep that trains these settings. Raises TrainingError if their regimes cannot share one."""
     if not settings:
         raise TrainingError("no settings to train.")
-    builds = {REGIMES[setting.task.regime].sweep for setting in settings}
-    if len(builds) > 1:
+    sweeps = {REGIMES[setting.task.regime] for setting in settings}
+    if len(sweeps) > 1:
         regimes = ", ".join(sorted({setting.task.regime for setting in settings}))
         raise TrainingError(
             f"the regimes {regimes} cannot be trained at once: only {', '.join(sorted(COMPOSABLE))} share one pass. "
             f"Train the others in runs of their own."
         )
-    return builds.pop()(backbone, settings, parents, recipe, objective)
+    return sweeps.pop()(backbone, settings, parents, recipe, objective)
 
 
-def _refuse_parents(settings: Sequence[Setting], parents: TaskGraph) -> None:
-    extending = parents or any(setting.task.parents for setting in settings)
-    if extending:
-        raise TrainingError(f"{settings[0].name}: only {', '.join(sorted(COMPOSABLE))} tasks can extend others.")
-
-
-def _trainable_copy(backbone: Backbone) -> nn.Module:
-    model = copy.deepcopy(backbone.model).eval()
-    return model.requires_grad_(True)
-
-
-def _used(backbone: Backbone, model: nn.Module) -> Sequence[tuple[str, nn.Parameter]]:
-    """The parameters that a class token's answer depends on: not the original head, nor a pooler."""
+def _used_parameters(backbone: Backbone, model: nn.Module) -> Sequence[tuple[str, nn.Parameter]]:
+    """The parameters that the class token's output depends on: not those of the original head or a pooler."""
     roles = backbone.family.roles(model)
     image = torch.zeros(1, roles.channels, *roles.image_size, device=backbone.device)
     run_originals(roles, image).feature.sum().backward()

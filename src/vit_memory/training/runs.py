@@ -1,196 +1,163 @@
-"""A training as a folder: what was asked, what happened, what came out.
+"""A training as a folder.
 
-config.json                  everything that decides the weights, resolved
-log.jsonl                    one line per look at the validation images
-curves.png, tensorboard/     the same lines for the eye
-checkpoint.safetensors       where it stands; resuming goes on from it
+config.json                  everything that decides the weights
+log.jsonl                    one line per evaluation
+curves.png, tensorboard/     the same as curves
+checkpoint.safetensors       the state of the training, to resume it
 settings.json                every setting with its validation score
-bad-images.tsv               images that were left out, with the reason, if any
+bad-images.tsv               images that were left out, with the reason (if there are any)
 <name>.safetensors           the best setting's task, written last
-<name>.backbone.safetensors  regime `full` only: the backbone that was trained, by the library's names
+<name>.backbone.safetensors  regime `full` only: the trained backbone, by the library's names
 """
 
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import product
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vit_memory.backbone import Backbone
-from vit_memory.data.loading import BadImages, OnBadImage
 from vit_memory.data.sources import Dataset
+from vit_memory.data.splits import Split
 from vit_memory.errors import TrainingError
 from vit_memory.files.atomic import write_atomic
 from vit_memory.files.container import write_container
 from vit_memory.files.taskfile import save_task
-from vit_memory.task import Kind, Regime, Start, Task, new_task
-from vit_memory.training.cache import Cache
-from vit_memory.training.crew import Crew
+from vit_memory.task import Task
+from vit_memory.training.cache import Storage
+from vit_memory.training.callbacks import Callbacks, Progress
 from vit_memory.training.curves import draw_curves
 from vit_memory.training.events import write_events
-from vit_memory.training.loop import FitResult, Progress, SettingResult, fit, metric_key
+from vit_memory.training.grid import Grid
+from vit_memory.training.loop import fit
+from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
+from vit_memory.training.results import FitResult, SettingResult, metric_key
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
-    """Which tasks are trained beside each other; rates and decays are the recipe's."""
+class TrainingPlan:
+    """What a run trains."""
 
-    regimes: tuple[Regime, ...] = ("memory",)
-    cells: tuple[int, ...] = (5,)  # of the regimes with memory; none in `memory` is `class`
-    starts: tuple[Start, ...] = ("original",)
-    seeds: tuple[int, ...] = (0,)
+    name: str
+    grid: Grid = field(default_factory=Grid)
+    recipe: Recipe = field(default_factory=Recipe)
+    parents: tuple[Task, ...] = ()  # the tasks it extends, with all their ancestors
+    extends: tuple[str, ...] = ()  # the names of the parents it extends directly
+    per_class: int | None = None  # at most so many training images of a class; None: all
 
-    def tasks(
-        self,
-        backbone: Backbone,
-        name: str,
-        labels: Sequence[str],
-        parents: Sequence[Task],
-        kind: Kind = "single-label",
-    ) -> list[Task]:
-        """A fresh task for every point, no two alike."""
-        made: dict[tuple[Any, ...], Task] = {}
-        for regime, cells, start, seed in product(self.regimes, self.cells, self.starts, self.seeds):
-            trained: Regime = "class" if regime == "memory" and cells == 0 else regime
-            size = 0 if trained in ("head", "class", "full") else cells
-            # A head knows neither cells, start nor randomness, nor does a backbone: one of them is enough.
-            point = (trained,) if trained in ("head", "full") else (trained, size, start, seed)
-            if point in made:
-                continue
-            generator = torch.Generator().manual_seed(seed)
-            task = new_task(
-                backbone,
-                name,
-                labels,
-                cells=size,
-                regime=trained,
-                kind=kind,
-                start=start,
-                generator=generator,
-                parents=parents,
-            )
-            told = {"start": start, "task_seed": seed}
-            made[point] = replace(task, record=replace(task.record, recipe=told))
-        return list(made.values())
+    @property
+    def direct_parents(self) -> list[Task]:
+        """The parents it extends directly."""
+        return [task for task in self.parents if task.name in self.extends]
 
 
 def train_run(
     folder: Path,
     backbone: Backbone,
     dataset: Dataset,
-    name: str,
-    grid: Grid,
-    recipe: Recipe,
-    *,
-    parents: Sequence[Task] = (),
-    direct_parents: Sequence[str] = (),
-    image_size: int | None = None,
-    per_class: int | None = None,
-    cache: Cache | None = None,
-    workers: int = 0,
-    threads: int | None = None,
-    on_bad_image: OnBadImage = "fail",
-    resume: bool = False,
-    report: Callable[[Progress], None] | None = None,
-    stop: Callable[[], bool] | None = None,
-    crew: Crew | None = None,
+    plan: TrainingPlan,
+    options: TrainingOptions | None = None,
+    callbacks: Callbacks | None = None,
 ) -> FitResult:
-    """Train a task on a dataset into a folder. A folder that holds a training already is only resumed, never replaced.
+    """Train a task on a dataset into a folder. A folder with a training is resumed or refused, never overwritten.
 
-    `parents` are the tasks it extends with all their ancestors; `direct_parents` names the first of these. Of a crew,
-    only the first process writes.
+    `options.resume` resumes it; the checkpoint is a file of the folder. Only the main process writes files.
     """
-    crew, cache = crew or Crew(), cache or Cache()
-    checkpoint = folder / "checkpoint.safetensors"
-    if checkpoint.exists() and not resume:
-        raise TrainingError(f"{folder}: holds a training already. Go on with it (--resume), or give another --out.")
-    if resume and not checkpoint.exists():
-        raise TrainingError(f"{folder}: no checkpoint to go on from. Begin without --resume.")
-    train = dataset.train if per_class is None else dataset.train.per_class(per_class, recipe.seed)
-    above = [task for task in parents if task.name in direct_parents]
-    tasks = grid.tasks(backbone, name, dataset.labels, above, dataset.kind)
-    config = {
-        "format": "vit-memory-run/1",
-        "name": name,
-        "backbone": {**asdict(backbone.identity), "dtype": str(backbone.dtype)},
-        "data": dataset.record(),
-        "train_images": len(train),
-        "per_class": per_class,
-        "kind": dataset.kind,
-        "labels": list(dataset.labels),
-        "extends": {task.name: task.digest for task in above},
-        "grid": asdict(grid),
-        "recipe": asdict(recipe),
-        "image_size": image_size,
-    }
-    if resume:
-        begun = _read_begun(folder / "config.json", config)
-        # Free room may have changed since; what was decided then decides now, so that the weights are the same.
-        cache = replace(cache, mode=begun.get("cache", cache.mode)) if cache.mode == "auto" else cache
-    crew.wait()  # until all have looked at the folder as it was
-    log = _Log(folder, anew=not resume) if crew.first else None
-    bad = BadImages()
+    options, callbacks = options or TrainingOptions(), callbacks or Callbacks()
+    options = replace(options, checkpoint=_check_folder(folder, resume=options.resume))
+    tasks = plan.grid.tasks(backbone, plan.name, dataset.labels, plan.direct_parents, dataset.kind)
+    train = dataset.train if plan.per_class is None else dataset.train.per_class(plan.per_class, plan.recipe.seed)
+    config = _config(backbone, dataset, train, plan, options.image_size)
+    if options.resume:
+        options = _with_first_storage(options, _read_config(folder / "config.json", config))
+    ranks = options.ranks
+    ranks.barrier()  # until every process has checked the folder
+    log = _Log(folder, anew=not options.resume) if ranks.is_main else None
 
-    def note(progress: Progress) -> None:
+    def on_progress(progress: Progress) -> None:
         if log is not None and progress.scores is not None:
             log.add(progress)
-        if report is not None:
-            report(progress)
+        callbacks.on_progress(progress)
 
-    def decided(kind: str) -> None:  # once all checks have passed: a refused training leaves no folder behind
-        if crew.first and not resume:
-            _write_json(folder / "config.json", {**config, "cache": kind})
+    def on_storage(storage: Storage) -> None:  # after all checks: a refused training leaves no folder behind
+        if ranks.is_main and not options.resume:
+            _write_json(folder / "config.json", {**config, "cache": storage})
+        callbacks.on_storage(storage)
 
     result = fit(
         backbone,
         tasks,
         train,
         dataset.validation,
-        recipe,
-        parents=parents,
-        image_size=image_size,
-        cache=cache,
-        workers=workers,
-        threads=threads,
-        on_bad_image=on_bad_image,
-        bad=bad,
-        report=note,
-        decided=decided,
-        stop=stop,
-        crew=crew,
-        checkpoint=checkpoint,
-        resume=resume,
+        plan.recipe,
+        parents=plan.parents,
+        options=options,
+        callbacks=replace(callbacks, on_progress=on_progress, on_storage=on_storage),
     )
     if log is not None:
-        if bad:
-            bad.write(folder / "bad-images.tsv")
+        if result.bad_images:
+            result.bad_images.write(folder / "bad-images.tsv")
         _write_json(folder / "settings.json", [_row(r, result.metric) for r in result.settings])
         log.draw([r.setting.name for r in result.settings])
-        _save_best(folder, name, result, {"data": dataset.record(), "per_class": per_class})
-    crew.wait()
+        _save_best(folder, plan.name, result, {"data": dataset.record(), "per_class": plan.per_class})
+    ranks.barrier()
     return result
 
 
-def _save_best(folder: Path, name: str, result: FitResult, told: Mapping[str, Any]) -> None:
+def _check_folder(folder: Path, *, resume: bool) -> Path:
+    """The folder's checkpoint file; raises TrainingError if the folder can be neither started nor resumed."""
+    checkpoint = folder / "checkpoint.safetensors"
+    if checkpoint.exists() and not resume:
+        raise TrainingError(f"{folder}: holds a training already. Resume it with --resume, or use another --out.")
+    if resume and not checkpoint.exists():
+        raise TrainingError(f"{folder}: no checkpoint to resume from. Start without --resume.")
+    return checkpoint
+
+
+def _config(
+    backbone: Backbone, dataset: Dataset, train: Split, plan: TrainingPlan, image_size: int | None
+) -> dict[str, Any]:
+    return {
+        "format": "vit-memory-run/1",
+        "name": plan.name,
+        "backbone": {**asdict(backbone.identity), "dtype": str(backbone.dtype)},
+        "data": dataset.record(),
+        "train_images": len(train),
+        "per_class": plan.per_class,
+        "kind": dataset.kind,
+        "labels": list(dataset.labels),
+        "extends": {task.name: task.digest for task in plan.direct_parents},
+        "grid": asdict(plan.grid),
+        "recipe": asdict(plan.recipe),
+        "image_size": image_size,
+    }
+
+
+def _with_first_storage(options: TrainingOptions, config: Mapping[str, Any]) -> TrainingOptions:
+    """The storage that was chosen when the run started, so that the weights are the same if the free space changed."""
+    if options.cache.mode != "auto":
+        return options
+    return replace(options, cache=replace(options.cache, mode=config.get("cache", options.cache.mode)))
+
+
+def _save_best(folder: Path, name: str, result: FitResult, data_record: Mapping[str, Any]) -> None:
     best = result.best
     if best.backbone is not None:
         weights = {key: value.detach().cpu() for key, value in best.backbone.model.state_dict().items()}
         about = {"format": "vit-memory-backbone/1", "backbone": best.backbone.name, "task": name}
         write_container(folder / f"{name}.backbone.safetensors", about, weights)
-    record = replace(best.task.record, recipe={**best.task.record.recipe, **told})
+    record = replace(best.task.record, recipe={**best.task.record.recipe, **data_record})
     save_task(replace(best.task, record=record), folder / f"{name}.safetensors")
 
 
 class _Log:
-    """One line per look. A resumed training may look again at what it looked at before it was stopped: the later
-    line counts, and the earlier one goes when the curves are drawn. A power cut may leave a line cut off: it stays in
-    the file, on a line of its own, and is left out of the curves.
+    """log.jsonl: one line per evaluation.
+
+    A resumed training may repeat evaluations that it did before it was stopped: the curves use the later line. A power
+    cut may leave an incomplete line: it stays in the file, on a line of its own, and the curves leave it out.
     """
 
     def __init__(self, folder: Path, *, anew: bool) -> None:
@@ -199,12 +166,12 @@ class _Log:
             self.path.unlink(missing_ok=True)
 
     def add(self, progress: Progress) -> None:
-        line = json.dumps({"time": round(time.time(), 3), **_plain(progress)}).encode() + b"\n"
+        line = json.dumps({"time": round(time.time(), 3), **_log_row(progress)}).encode() + b"\n"
         with self.path.open("a+b") as file:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
                 line = line if file.read(1) == b"\n" else b"\n" + line
-            file.write(line)  # at the end, wherever was read
+            file.write(line)  # mode a: always at the end of the file
 
     def draw(self, names: Sequence[str]) -> None:
         """Curves of every setting, as a picture and for TensorBoard."""
@@ -227,40 +194,42 @@ class _Log:
             write_events(self.folder / "tensorboard" / place, str(i), lines[0]["time"], scalars)
 
     def _read(self) -> list[dict[str, Any]]:
-        """The lines that are whole."""
+        """The complete lines."""
         content = self.path.read_bytes() if self.path.exists() else b""
-        whole = []
+        rows = []
         for line in content.split(b"\n"):
             try:
                 row = json.loads(line.decode())
-            except ValueError:  # no JSON, or no UTF-8
+            except ValueError:  # not JSON, or not UTF-8
                 continue
             if isinstance(row, dict) and {"step", "time", "losses", "metric", "scores"} <= row.keys():
-                whole.append(row)
-        return whole
+                rows.append(row)
+        return rows
 
 
-def _read_begun(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the training was begun with; refuses to go on with another, naming what differs."""
+def _read_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json that the run was started with; raises TrainingError if it differs from the present config."""
     try:
-        begun = json.loads(path.read_text(encoding="utf-8"))
+        first = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise TrainingError(f"{path}: cannot be read ({error}), so it is not known what to go on with.") from error
+        raise TrainingError(
+            f"{path}: cannot be read ({error}), but resuming needs it. Restore it, or use another --out."
+        ) from error
     now = json.loads(json.dumps(config))
-    different = sorted(key for key in {*begun, *now} - {"cache"} if begun.get(key) != now.get(key))
+    different = sorted(key for key in {*first, *now} - {"cache"} if first.get(key) != now.get(key))
     if different:
         details = [
-            f"{key}.{part}: {begun[key].get(part)} then, {now[key].get(part)} now"
+            f"{key}.{part}: {first[key].get(part)} then, {now[key].get(part)} now"
             for key in different
-            if isinstance(begun.get(key), dict) and isinstance(now.get(key), dict)
-            for part in sorted({*begun[key], *now[key]})
-            if begun[key].get(part) != now[key].get(part)
-        ] + [f"{key} differ" for key in different if not isinstance(begun.get(key), dict)]
+            if isinstance(first.get(key), dict) and isinstance(now.get(key), dict)
+            for part in sorted({*first[key], *now[key]})
+            if first[key].get(part) != now[key].get(part)
+        ] + [f"{key} differ" for key in different if not isinstance(first.get(key), dict)]
         raise TrainingError(
-            f"{path.parent}: was begun with other settings: {'; '.join(details[:6])}. "
-            f"Resume with the same, or begin anew with another --out."
+            f"{path.parent}: was started with other settings: {'; '.join(details[:6])}. "
+            f"Resume with the same ones, or start again with another --out."
         )
-    return dict(begun)
+    return dict(first)
 
 
 def _row(result: SettingResult, metric: str) -> dict[str, Any]:
@@ -279,8 +248,8 @@ def _row(result: SettingResult, metric: str) -> dict[str, Any]:
     }
 
 
-def _plain(progress: Progress) -> dict[str, Any]:
-    """JSON has no NaN: settings that were stopped are null."""
+def _log_row(progress: Progress) -> dict[str, Any]:
+    """A line of the log. JSON has no NaN: stopped settings are null."""
 
     def numbers(values: Iterable[float]) -> list[float | None]:
         return [value if value == value else None for value in values]  # noqa: PLR0124 - NaN is not itself

@@ -1,4 +1,4 @@
-"""Bytes: how many are free in memory and on disk, and how people write them."""
+"""Free memory and disk space, and sizes as people write them (20GB)."""
 
 import re
 import shutil
@@ -11,7 +11,7 @@ _BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def free_memory() -> int:
-    """Bytes that can be taken without pushing others out: the system's, or the container's if that is less."""
+    """Bytes of memory available on the system, or in the container if that is less."""
     free = int(psutil.virtual_memory().available)
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
@@ -34,14 +34,14 @@ def _existing(folder: Path) -> Path:
 
 
 def size(count: int) -> str:
-    """Bytes for a person."""
+    """Bytes as text: 1.5 GB, 20 MB, 3 kB."""
     if count >= 1e9:
         return f"{count / 1e9:.1f} GB"
     return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
 
 
 def parse_size(text: str) -> int:
-    """Bytes from what a person writes: 20GB, 500 MB, 1.5T, 64GiB. Raises ValueError.
+    """Bytes from text such as 20GB, 500 MB, 1.5T or 64GiB. Raises ValueError.
 
     >>> parse_size("1.5GB")
     1500000000

@@ -1,8 +1,9 @@
-"""The stores of a folder: which there are, how much room they take, and which of them go when room is needed.
+"""All stores of a folder: list them, measure the space they take, remove the least recently used.
 
-A store is a folder named by its key, 32 hexadecimal digits (`cache.py` says what lies in it). Whoever opens, makes or
-removes one holds the lock of the folder above. A store in use carries the mark of every process that uses it
-(`locks.py`) and is never removed. One that is removed loses its name first, so that no half of it is taken for a store.
+A store is a folder named by its key, 32 hexadecimal digits (`store_format.py` describes its files). A process that
+opens, creates or removes a store holds the lock of the folder above. Every process that uses a store leaves a mark in
+it (`locks.py`), and a store in use is never removed. A store is renamed before it is deleted, so that an interrupted
+removal leaves nothing that looks like a store.
 """
 
 import json
@@ -11,7 +12,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,10 @@ from typing import Any
 from vit_memory.errors import FileError, TrainingError
 from vit_memory.training.locks import exclusive, remove_stale_marks, users
 from vit_memory.training.space import disk_size, free_disk, size
+from vit_memory.training.store_format import ABOUT, DONE, KEY_LENGTH, TRUNKS
 from vit_memory.user_cache import user_cache_folder
 
-FORMAT = "vit-memory-store/1"
-ABOUT, TRUNKS, FEATURES, DONE = "store.json", "trunks.bin", "features.bin", "done.bin"
-KEY_LENGTH = 32
-MOST_DISK = 0.95  # of the room on disk: what needs more is refused
+MAX_DISK = 0.95  # share of the space on disk beyond which a store is refused
 _DEFAULT_LIMIT, _DEFAULT_SHARE = 50 * 10**9, 0.25
 _STORE_NAME = re.compile(rf"[0-9a-f]{{{KEY_LENGTH}}}")
 _REMOVED_NAME = re.compile(rf"removed-[0-9a-f]{{{KEY_LENGTH}}}-[0-9a-f]{{8}}")
@@ -33,24 +32,24 @@ log = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """Where stores lie unless told: the user's cache, which may be emptied at any time."""
+    """Where stores are by default: the user's cache, which may be emptied at any time."""
     return user_cache_folder() / "trunks"
 
 
-def default_limit(place: Path) -> int:
-    """How many bytes all stores of a folder may take unless told: 50 GB, or a quarter of a smaller disk."""
-    return min(_DEFAULT_LIMIT, int(_DEFAULT_SHARE * disk_size(place)))
+def default_limit(root: Path) -> int:
+    """How many bytes all stores of a folder may take by default: 50 GB, or a quarter of a smaller disk."""
+    return min(_DEFAULT_LIMIT, int(_DEFAULT_SHARE * disk_size(root)))
 
 
 @dataclass(frozen=True, slots=True)
 class StoreInfo:
-    """One store of a folder, as it is found on disk."""
+    """One store of a folder, as it is on disk."""
 
     folder: Path
     bytes: int  # on disk now
     full_bytes: int  # on disk once every view is stored
     last_used: float  # seconds since 1970
-    users: tuple[int, ...]  # numbers of the processes that use it
+    users: tuple[int, ...]  # ids of the processes that use it
     backbone: str
     images: int
     views: int  # of every image
@@ -61,25 +60,25 @@ class StoreInfo:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left to compute."""
+        """Whether every row is stored or belongs to an unreadable image."""
         return self.rows > 0 and self.rows_stored + self.rows_left_out >= self.rows
 
     @property
     def name(self) -> str:
-        """Enough of the key to tell stores apart."""
+        """The first digits of the key."""
         return self.folder.name[:8]
 
 
-def list_stores(place: Path) -> list[StoreInfo]:
+def list_stores(root: Path) -> list[StoreInfo]:
     """Every store of a folder, the least recently used first. Changes nothing."""
-    found = []
-    for folder in place.iterdir() if place.is_dir() else ():
+    stores = []
+    for folder in root.iterdir() if root.is_dir() else ():
         if _STORE_NAME.fullmatch(folder.name) and any((folder / name).exists() for name in (ABOUT, TRUNKS, DONE)):
             try:
-                found.append(_read_store(folder))
+                stores.append(_read_store(folder))
             except FileNotFoundError:  # another process has just removed it
                 continue
-    return sorted(found, key=lambda store: (store.last_used, store.folder.name))
+    return sorted(stores, key=lambda store: (store.last_used, store.folder.name))
 
 
 def _read_store(folder: Path) -> StoreInfo:
@@ -95,17 +94,17 @@ def _read_store(folder: Path) -> StoreInfo:
         described.stat().st_mtime,
         users(folder),
         str(about.get("backbone", "unknown")),
-        _whole(about.get("images")),
-        _whole(about.get("views")),
+        _int(about.get("images")),
+        _int(about.get("views")),
         str(about.get("kept_in", "unknown")).removeprefix("torch."),
         len(done),
         done.count(1),
-        _whole(about.get("views_left_out")),
+        _int(about.get("views_left_out")),
     )
 
 
 def _read_about(folder: Path) -> dict[str, Any]:
-    """What the store says of itself, or nothing where that is damaged: it can be listed and removed all the same."""
+    """The content of store.json, or {} if it is damaged: the store can still be listed and removed."""
     try:
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -113,93 +112,93 @@ def _read_about(folder: Path) -> dict[str, Any]:
     return about if isinstance(about, dict) else {}
 
 
-def _whole(value: object) -> int:
+def _int(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
 def bytes_on_disk(folder: Path) -> int:
-    """What a store takes now. Its files have their full length from the start, with holes for what is not stored."""
+    """Bytes that a store takes now. Its files have full length from the start, with holes for missing rows."""
     stats = [path.stat() for path in folder.glob("*.bin")]
     return sum(512 * stat.st_blocks if hasattr(stat, "st_blocks") else stat.st_size for stat in stats)
 
 
 @dataclass(frozen=True, slots=True)
-class DiskRoom:
-    """What a folder of stores has room for, as seen by those who want certain stores in it. All in bytes."""
+class DiskSpace:
+    """Space for certain wanted stores in a folder, in bytes."""
 
-    free: int  # on the disk, less what other stores in use have yet to write
-    own: int  # that the wanted stores take already
-    unused: int  # of other stores that nobody uses, which can be removed
-    in_use: int  # of other stores that are in use, once they are full
+    free: int  # on the disk, minus what other stores in use have not written yet
+    own: int  # already taken by the wanted stores
+    unused: int  # of other stores that no process uses; they can be removed
+    in_use: int  # of other stores that are in use, once they are complete
     limit: int  # of all stores together
 
     @property
     def disk(self) -> int:
-        """What the wanted stores could take if only the disk counted."""
+        """How large the wanted stores may be by the space on disk."""
         return max(0, self.free + self.own + self.unused)
 
     @property
     def allowed(self) -> int:
-        """What the wanted stores could take if only the limit counted."""
+        """How large the wanted stores may be by the limit."""
         return max(0, self.limit - self.in_use)
 
     def holds(self, need: int) -> bool:
-        """Whether so many bytes of wanted stores fit, others removed if need be."""
-        return need <= MOST_DISK * self.disk and need <= self.allowed
+        """Whether wanted stores of so many bytes fit, if unused ones are removed."""
+        return need <= MAX_DISK * self.disk and need <= self.allowed
 
     def __str__(self) -> str:
         text = f"{size(self.disk)} disk; limit of all stores: {size(self.limit)}"
         return f"{text}, of which other trainings use {size(self.in_use)}" if self.in_use else text
 
 
-def disk_room(place: Path, wanted: Collection[Path], limit: int | None) -> DiskRoom:
-    """How much room there is for the wanted stores, given by their folders. Changes nothing."""
-    return _room(place, list_stores(place), wanted, limit)
+def disk_space(root: Path, wanted: Collection[Path], limit: int | None) -> DiskSpace:
+    """The space for the stores with these folders. Changes nothing."""
+    return _space(root, list_stores(root), wanted, limit)
 
 
-def _room(place: Path, stores: Sequence[StoreInfo], wanted: Collection[Path], limit: int | None) -> DiskRoom:
+def _space(root: Path, stores: Sequence[StoreInfo], wanted: Collection[Path], limit: int | None) -> DiskSpace:
     others = [store for store in stores if store.folder not in wanted]
     growing = sum(max(0, store.full_bytes - store.bytes) for store in others if store.users)
-    return DiskRoom(
-        free=free_disk(place) - growing,
+    return DiskSpace(
+        free=free_disk(root) - growing,
         own=sum(store.bytes for store in stores if store.folder in wanted),
         unused=sum(store.bytes for store in others if not store.users),
         in_use=sum(max(store.full_bytes, store.bytes) for store in others if store.users),
-        limit=default_limit(place) if limit is None else limit,
+        limit=default_limit(root) if limit is None else limit,
     )
 
 
 @contextmanager
-def changing(place: Path, stop: Callable[[], None] | None = None) -> Iterator[None]:
-    """While this process opens, makes or removes stores of a folder; what another left half removed goes first."""
+def lock_stores(root: Path) -> Iterator[None]:
+    """Hold the lock of a folder of stores, to open, create or remove them. Interrupted removals are completed first."""
     with ExitStack() as held:
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            held.enter_context(exclusive(place / "stores.lock", stop))
+            root.mkdir(parents=True, exist_ok=True)
+            held.enter_context(exclusive(root / "stores.lock"))
         except OSError as error:
             raise FileError(
-                f"{place}: stores cannot be kept here, {error.strerror}. Give another --cache-dir."
+                f"{root}: stores cannot be kept here, {error.strerror}. Use another --cache-dir."
             ) from error
-        for folder in place.iterdir():
+        for folder in root.iterdir():
             if _REMOVED_NAME.fullmatch(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
         yield
 
 
-def make_room(place: Path, folder: Path, need: int, limit: int | None) -> None:
-    """Remove unused stores until one in `folder` may take `need` bytes, the least recently used first.
+def make_space(root: Path, folder: Path, need: int, limit: int | None) -> None:
+    """Remove unused stores, the least recently used first, until the store in `folder` has space for `need` bytes.
 
-    Removes nothing, and raises TrainingError, where that would not be enough. Only inside `changing`.
+    If that would not be enough, removes nothing and raises TrainingError. Only inside `lock_stores`.
     """
-    stores = list_stores(place)
-    room = _room(place, stores, [folder], limit)
-    free, unused = room.free + room.own, room.unused
-    removable = [store for store in stores if not store.users and store.folder != folder] if room.holds(need) else []
-    while not (need <= MOST_DISK * free and need + unused <= room.allowed):
+    stores = list_stores(root)
+    space = _space(root, stores, [folder], limit)
+    free, unused = space.free + space.own, space.unused
+    removable = [store for store in stores if not store.users and store.folder != folder] if space.holds(need) else []
+    while not (need <= MAX_DISK * free and need + unused <= space.allowed):
         if not removable:
             raise TrainingError(
-                f"{place} has no room for {size(need)} of trunks; room: {room}. "
-                f"Give a larger --cache-limit, fewer --views, or --cache off, which stores nothing."
+                f"{root} has no room for {size(need)} of trunks; free: {space}. "
+                f"Use a larger --cache-limit, fewer --views, or --cache off, which stores nothing."
             )
         store = removable.pop(0)
         reason = remove_store(store)
@@ -211,41 +210,41 @@ def make_room(place: Path, folder: Path, need: int, limit: int | None) -> None:
 
 
 def remove_store(store: StoreInfo) -> str | None:
-    """Remove a store, or say why it has to stay. Only inside `changing`."""
+    """Remove a store; returns the reason if it cannot be removed. Only inside `lock_stores`."""
     remove_stale_marks(store.folder)
     if using := users(store.folder):
         return f"in use by process {', '.join(map(str, using))}"
-    nameless = store.folder.with_name(f"removed-{store.folder.name}-{secrets.token_hex(4)}")
+    renamed = store.folder.with_name(f"removed-{store.folder.name}-{secrets.token_hex(4)}")
     try:
-        store.folder.rename(nameless)
+        store.folder.rename(renamed)
     except OSError as error:
         return str(error.strerror)
-    shutil.rmtree(nameless, ignore_errors=True)  # what this leaves goes when `changing` is entered again
+    shutil.rmtree(renamed, ignore_errors=True)  # what this leaves is removed by the next `lock_stores`
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """What became of the stores of a folder."""
+    """Which stores of a folder were removed, and which were kept."""
 
     removed: tuple[StoreInfo, ...]
     kept: tuple[tuple[StoreInfo, str], ...]  # with the reason
 
     @property
     def bytes(self) -> int:
-        """What was freed."""
+        """Bytes that were freed."""
         return sum(store.bytes for store in self.removed)
 
 
-def clear_stores(place: Path, *, older_than_days: float | None = None, dry_run: bool = False) -> Cleared:
-    """Remove the stores of a folder that nobody uses: all, or those last used more than so many days ago."""
-    names = [path.name for path in place.iterdir()] if place.is_dir() else []
+def clear_stores(root: Path, *, older_than_days: float | None = None, dry_run: bool = False) -> Cleared:
+    """Remove the stores of a folder that no process uses: all, or those last used more than so many days ago."""
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
     if not any(_STORE_NAME.fullmatch(name) or _REMOVED_NAME.fullmatch(name) for name in names):
-        return Cleared((), ())  # without leaving a lock in a folder that is none of ours
+        return Cleared((), ())  # leave no lock file in a folder without stores
     removed: list[StoreInfo] = []
     kept: list[tuple[StoreInfo, str]] = []
-    with changing(place):
-        for store in list_stores(place):
+    with lock_stores(root):
+        for store in list_stores(root):
             days = (time.time() - store.last_used) / 86400
             if older_than_days is not None and days <= older_than_days:
                 reason: str | None = f"last used {days:.1f} days ago"

@@ -1,15 +1,15 @@
-"""Any number of settings trained at once, each as if it were alone: what they learn, and their optimiser.
+"""Many settings trained at once, each as if it were alone: their parameters and their optimiser.
 
-The loss is the sum over settings, so that every gradient is a setting's own. Clipping, schedule and optimiser state are
-kept per setting, and one that diverges is stopped while the others go on. How a setting sees images is its regime's
-(`masked.py`, `regimes.py`); here are only its numbers.
+The loss is the sum over settings, so each setting gets its own gradient. Clipping, schedule and optimiser state are
+per setting, and a setting that diverges is stopped while the others continue. The forward passes are in `masked.py`
+and `regimes.py`.
 
-Shape letters: B batch, T settings, R those with a class token, S all their cells, C classes, D width, L blocks.
+Shape letters: B batch, T settings, C classes.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,117 +17,135 @@ from torch import Tensor
 from vit_memory.backbone import Backbone
 from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
-from vit_memory.task import Task
+from vit_memory.task import COMPOSABLE, Task
 from vit_memory.training.objective import Objective, SingleLabel
 from vit_memory.training.recipe import Recipe
 from vit_memory.trunk import Trunk
 
 _ADAM = (0.9, 0.999, 1e-8)
-Seen = Trunk | Tensor  # what settings look at: the trunk of a batch, or its images
+Encoding = Trunk | Tensor  # what settings read: the trunk of a batch, or the images themselves
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Setting:
-    """One point of a sweep: where it starts, and how fast it goes."""
+    """One point of a sweep: a task, a learning rate and a weight decay."""
 
-    task: Task  # as it starts
+    task: Task  # before training
     learning_rate: float
     weight_decay: float = 0.0
 
     @property
     def name(self) -> str:
-        """What tables and messages call it."""
+        """Its name in tables and messages."""
         task = self.task
         cells = f"{task.cells} cell{'' if task.cells == 1 else 's'}" if task.cells else ""
         size = cells if task.regime == "memory" and cells else f"{task.regime} {cells}".strip()
         decay = f", decay {self.weight_decay:g}" if self.weight_decay else ""
-        told = self.task.record.recipe
-        start = ", drawn token" if told.get("start") == "normal" and self.task.class_token is not None else ""
-        seed = f", seed {told['task_seed']}" if told.get("task_seed") else ""
+        record = task.record.recipe
+        start = ", drawn token" if record.get("start") == "normal" and task.class_token is not None else ""
+        seed = f", seed {record['task_seed']}" if record.get("task_seed") else ""
         return f"{size}, rate {self.learning_rate:g}{decay}{start}{seed}"
 
 
 @dataclass(slots=True, eq=False)
 class Stack:
-    """One parameter of many settings: `owner` says whose each row along `axis` is."""
+    """One parameter of many settings, stacked along `axis`."""
 
     values: Tensor  # requires grad
-    owner: Tensor  # (rows,) int64, positions among the settings
+    owner: Tensor  # (rows,) int64: the setting that each row along `axis` belongs to
     axis: int
     first: Tensor  # optimiser state: momentum, or the mean of gradients
     second: Tensor  # AdamW's mean of squares
-    kept: Tensor | None = None  # the values of every setting's best look, where these are kept
+    best: Tensor | None = None  # with early stopping: the values of each setting's best evaluation
 
     @classmethod
     def of(cls, values: Tensor, owner: Tensor, axis: int) -> "Stack":
-        """With nothing remembered yet."""
+        """With empty optimiser state."""
         return cls(values, owner, axis, torch.zeros_like(values), torch.zeros_like(values))
 
     def rows(self, per_setting: Tensor) -> Tensor:
-        """(T,) to something that multiplies `values`."""
+        """(T,) reshaped and repeated so that it multiplies `values`."""
         shape = [1] * self.values.dim()
         shape[self.axis] = -1
         return per_setting[self.owner].view(shape)
 
     def squares(self, gradient: Tensor, settings: int) -> Tensor:
-        """(T,): each setting's part of the squared norm."""
+        """(T,): the squared norm of each setting's gradient."""
         others = [axis for axis in range(gradient.dim()) if axis != self.axis]
         per_row = gradient.square().sum(others) if others else gradient.square()
         return per_row.new_zeros(settings).index_add_(0, self.owner, per_row)
 
 
 class Sweep(ABC):
-    """T settings that answer the same labels: their trained tensors, and what their optimiser remembers."""
+    """T settings with the same labels: their parameters and optimiser state. Subclasses define the forward pass."""
+
+    storable = False  # whether `encode` returns a trunk that a store can keep
 
     def __init__(
-        self, backbone: Backbone, settings: Sequence[Setting], recipe: Recipe, objective: Objective | None = None
+        self,
+        backbone: Backbone,
+        settings: Sequence[Setting],
+        parents: TaskGraph,
+        recipe: Recipe,
+        objective: Objective | None = None,
     ) -> None:
         check_alike(settings)
-        self.backbone, self.settings, self.recipe = backbone, tuple(settings), recipe
+        self.backbone, self.settings, self.parents, self.recipe = backbone, tuple(settings), parents, recipe
         if objective is None and settings[0].task.kind != "single-label":
             raise TrainingError(f"{settings[0].task.name}: a {settings[0].task.kind} task needs an objective.")
         self.objective = objective or SingleLabel(len(settings[0].task.labels), recipe.label_smoothing)
-        self.parents = TaskGraph()
         device = backbone.device
         self.alive = torch.ones(len(settings), dtype=torch.bool, device=device)
-        self.stacks: dict[str, Stack] = {}
         self._rates = torch.tensor([setting.learning_rate for setting in settings], device=device)
         self._decays = torch.tensor([setting.weight_decay for setting in settings], device=device)
+        self.check_parents()
+        self.stacks = self.create_parameters()
+
+    def check_parents(self) -> None:
+        """Raise TrainingError if the settings cannot extend the parents. By default they cannot extend any task."""
+        if self.parents or any(setting.task.parents for setting in self.settings):
+            raise TrainingError(
+                f"{self.settings[0].name}: only {', '.join(sorted(COMPOSABLE))} tasks can extend others."
+            )
 
     @abstractmethod
-    def look(self, images: Tensor) -> Seen:
-        """What the settings read of images: computed once for all of them, without a graph."""
+    def create_parameters(self) -> dict[str, Stack]:
+        """The trained tensors of all settings, by name."""
 
     @abstractmethod
-    def logits(self, seen: Seen) -> Tensor:
+    def encode(self, images: Tensor) -> Encoding:
+        """The frozen part of the forward pass: computed once for all settings, without a graph."""
+
+    @abstractmethod
+    def logits(self, encoding: Encoding) -> Tensor:
         """Outputs (T, B, C) of every setting, with a graph to the leaves."""
 
     @abstractmethod
     def tasks(self) -> list[Task]:
-        """Every setting's task as it is now (at its best look, where these are kept), on the CPU."""
+        """Every setting's task with its current weights (with early stopping: its best ones), on the CPU."""
 
     def leaves(self) -> list[Tensor]:
-        """The tensors that the gradients of a batch are taken for. Made before any piece of the batch is computed."""
+        """The tensors that the gradients of a batch are taken for. Call it once before threads compute the batch."""
         return [stack.values for stack in self.stacks.values()]
 
-    def backward(self, seen: Seen, targets: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    def backward(self, encoding: Encoding, targets: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """The losses (T,) of some images, summed over them, and their gradients for every leaf.
 
-        Nothing is accumulated, so several threads may each compute a piece of a batch; `accumulate` adds them up.
+        Nothing is accumulated, so several threads may each compute a chunk of a batch; `accumulate` adds them up.
         """
-        losses = self.objective.losses(self.logits(seen), targets)
-        # A stopped setting may be NaN; left out of the sum it gets no gradient, and the others their own.
+        losses = self.objective.losses(self.logits(encoding), targets)
+        # A stopped setting may be NaN: it is left out of the sum, so that the others keep their own gradients.
         gradients = torch.autograd.grad(losses[self.alive].sum(), self.leaves(), allow_unused=True)
         return losses.detach(), list(gradients)
 
     def accumulate(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of a piece, in the order of the leaves."""
+        """Add the gradients of a chunk, in the order of the leaves."""
         for leaf, gradient in zip(self.leaves(), gradients, strict=True):
             if gradient is not None:
                 leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
     def gradients(self) -> list[Tensor]:
-        """Those gathered so far, one for every stack."""
+        """The accumulated gradients, one per stack."""
         for stack in self.stacks.values():
             if stack.values.grad is None:
                 stack.values.grad = torch.zeros_like(stack.values)
@@ -135,7 +153,7 @@ class Sweep(ABC):
 
     @torch.no_grad()
     def step(self, number: int, losses: Tensor, count: float = 1.0) -> list[int]:
-        """One optimiser step of every living setting; returns those that diverged just now and are stopped.
+        """One optimiser step of every setting that is alive; returns those that diverged in this step and are stopped.
 
         Gradients and losses are sums over `count` images.
         """
@@ -169,95 +187,43 @@ class Sweep(ABC):
         return diverged
 
     @torch.no_grad()
-    def keep(self, improved: Tensor) -> None:
-        """Remember the values of those settings (T,) bool as the ones they will end with."""
+    def keep_best(self, improved: Tensor) -> None:
+        """Copy the current values of the settings that improved, (T,) bool: they are the ones that `tasks` returns."""
         for stack in self.stacks.values():
-            if stack.kept is None:
-                stack.kept = stack.values.detach().clone()
-            stack.kept = torch.where(stack.rows(improved.to(stack.values.device)), stack.values, stack.kept)
+            if stack.best is None:
+                stack.best = stack.values.detach().clone()
+            stack.best = torch.where(stack.rows(improved.to(stack.values.device)), stack.values, stack.best)
 
-    def ended(self) -> dict[str, Tensor]:
-        """The values of every stack that count: the last, or the kept ones."""
+    def final_values(self) -> dict[str, Tensor]:
+        """The values of every stack on the CPU: the best ones if they are kept, else the current ones."""
         return {
-            name: (stack.values.detach() if stack.kept is None else stack.kept).cpu()
+            name: (stack.values.detach() if stack.best is None else stack.best).cpu()
             for name, stack in self.stacks.items()
         }
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything that a later step depends on, by name."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything that later steps depend on, by name. The names are part of the checkpoint format."""
         state: dict[str, Tensor] = {}
         for name, stack in self.stacks.items():
             state |= {name: stack.values, f"{name}.first": stack.first}
             if self.recipe.optimiser == "adamw":
                 state[f"{name}.second"] = stack.second
-            if stack.kept is not None:
-                state[f"{name}.kept"] = stack.kept
+            if stack.best is not None:
+                state[f"{name}.kept"] = stack.best
         return state
 
     @torch.no_grad()
-    def load_state(self, state: Mapping[str, Tensor], stopped: Iterable[int]) -> None:
-        """Go back to a state of a sweep of the same settings."""
+    def load_state_dict(self, state: Mapping[str, Tensor], stopped: Iterable[int]) -> None:
+        """Restore the state of a sweep of the same settings, of which some were stopped."""
         if any(name.endswith(".kept") for name in state):
-            self.keep(self.alive)
-        for name, here in self.state().items():
-            here.copy_(state[name])  # copied into place: tensors of a file lie unaligned in it, and round differently
+            self.keep_best(self.alive)
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])  # into the existing tensors: those of a file are unaligned and round differently
         self.alive[list(stopped)] = False
 
 
-class MemorySweep(Sweep):
-    """Settings that learn a class token, memory cells and a head, or some of these."""
-
-    def __init__(
-        self, backbone: Backbone, settings: Sequence[Setting], recipe: Recipe, objective: Objective | None = None
-    ) -> None:
-        super().__init__(backbone, settings, recipe, objective)
-        device = backbone.device
-        tasks = [setting.task for setting in settings]
-        self.reading = [i for i, task in enumerate(tasks) if task.class_token is not None]
-        every = torch.arange(len(tasks), device=device)
-        owner = torch.tensor(self.reading, dtype=torch.long, device=device)
-        sizes = torch.tensor([tasks[i].cells for i in self.reading], dtype=torch.long, device=device)
-
-        def stack(values: Tensor, owner: Tensor, axis: int) -> Stack:
-            return Stack.of(values.to(device, torch.float32, copy=True).requires_grad_(), owner, axis)
-
-        empty = torch.zeros(0, backbone.width)
-        tokens = [task.class_token for task in tasks if task.class_token is not None]
-        cells = [tasks[i].memory for i in self.reading]
-        self.tokens = stack(torch.stack(tokens) if tokens else empty, owner, 0)  # (R, D)
-        self.cells = stack(  # (L, S, D)
-            torch.cat(cells, dim=1) if cells else empty.expand(backbone.depth, 0, -1),
-            owner.repeat_interleave(sizes),
-            1,
-        )
-        self.heads = stack(torch.stack([task.head_weight for task in tasks]), every, 0)  # (T, C, D)
-        self.biases = stack(torch.stack([task.head_bias for task in tasks]), every, 0)  # (T, C)
-        self.stacks = {"tokens": self.tokens, "cells": self.cells, "heads": self.heads, "biases": self.biases}
-        self.cell_rows = [0, *sizes.cumsum(0).tolist()]  # where the cells of each reading setting begin
-
-    def answers(self, features: Tensor) -> Tensor:
-        """Heads applied to features (T, B, D): (T, B, C)."""
-        dtype, B = self.backbone.dtype, features.shape[1]
-        biases = self.biases.values[:, None].to(dtype).expand(-1, B, -1)
-        return torch.baddbmm(biases, features, self.heads.values.to(dtype).transpose(1, 2)).float()
-
-    def tasks(self) -> list[Task]:
-        """Every setting's task as it is now (at its best look, where these are kept), on the CPU."""
-        ended = self.ended()
-        trained = []
-        place = {setting: i for i, setting in enumerate(self.reading)}
-        for i, setting in enumerate(self.settings):
-            changes = {"head_weight": ended["heads"][i].clone(), "head_bias": ended["biases"][i].clone()}
-            if i in place:
-                at = place[i]
-                changes["class_token"] = ended["tokens"][at].clone()
-                changes["memory"] = ended["cells"][:, self.cell_rows[at] : self.cell_rows[at + 1]].clone()
-            trained.append(replace(setting.task, **changes))  # type: ignore[arg-type]
-        return trained
-
-
 def check_alike(settings: Sequence[Setting]) -> None:
-    """Settings are compared with each other: they must answer the same question."""
+    """Raise TrainingError unless the settings have the same labels, parents and kind, so that scores are comparable."""
     if not settings:
         raise TrainingError("no settings to train.")
     first = settings[0].task

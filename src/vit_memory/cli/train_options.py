@@ -1,0 +1,284 @@
+"""The options of vit-memory train, as frozen values; each group builds the library's value of the same name.
+
+A new option of a recipe is a field of `Recipe` and a field of `RecipeOptions` with the same name; likewise for
+`TrainingOptions` and `MachineOptions`. The enums repeat the words of the library's Literals, because importing those
+would import torch; a test compares them.
+"""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vit_memory.cli.cache import read_size
+from vit_memory.cli.data import OnBadImage, OnBadImageOption
+
+if TYPE_CHECKING:
+    from vit_memory.training.cache import Cache
+    from vit_memory.training.grid import Grid
+    from vit_memory.training.options import TrainingOptions
+    from vit_memory.training.ranks import Ranks
+    from vit_memory.training.recipe import Recipe
+
+
+class Regime(str, enum.Enum):
+    """What is trained."""
+
+    head = "head"
+    class_ = "class"
+    memory = "memory"
+    memory_unmasked = "memory-unmasked"
+    propagated = "propagated"
+    additive = "additive"
+    full = "full"
+
+
+class Start(str, enum.Enum):
+    """What a class token starts from."""
+
+    original = "original"
+    normal = "normal"
+
+
+class BaseRecipe(str, enum.Enum):
+    """The recipe that other options change."""
+
+    default = "default"
+    paper = "paper"
+
+
+class Optimiser(str, enum.Enum):
+    """The optimiser."""
+
+    sgd = "sgd"
+    adamw = "adamw"
+
+
+class Augment(str, enum.Enum):
+    """The augmentation."""
+
+    inception = "inception"
+    randaugment = "randaugment"
+    pad_crop = "pad-crop"
+    none = "none"
+
+
+class CacheMode(str, enum.Enum):
+    """Where trunks are stored."""
+
+    auto = "auto"
+    ram = "ram"
+    disk = "disk"
+    off = "off"
+
+
+class CacheDtype(str, enum.Enum):
+    """The dtype of stored trunks."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class Precision(str, enum.Enum):
+    """The dtype that the backbone computes in."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def _list_of(read: Callable[[str], Any], expected: str, or_word: str | None = None) -> Callable[[str], str]:
+    """A callback that refuses a comma-separated list with a wrong part, at the command line."""
+
+    def check(text: str) -> str:
+        try:
+            [read(part) for part in text.split(",") if text != or_word]
+        except ValueError:
+            raise typer.BadParameter(f"{text!r}: expected {expected}, separated by commas.") from None
+        return text
+
+    return check
+
+
+def _words_of(choices: type[enum.Enum]) -> Callable[[str], str]:
+    """A callback that refuses a comma-separated list of words other than these."""
+    words = [choice.value for choice in choices]
+
+    def check(text: str) -> str:
+        wrong = [word for word in text.split(",") if word not in words]
+        if wrong:
+            raise typer.BadParameter(f"{', '.join(wrong)}: expected {', '.join(words)}.")
+        return text
+
+    return check
+
+
+def _same_named(options: Any, target: type) -> dict[str, Any]:
+    """The options that were given and that are fields of the target, enums as their words."""
+    names = {field.name for field in fields(target)}
+    values = {field.name: getattr(options, field.name) for field in fields(options) if field.name in names}
+    return {
+        name: value.value if isinstance(value, enum.Enum) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The task, and the folder of the run."""
+
+    name: Annotated[str, typer.Option(help="Name of the task.", show_default=False)]
+    out: Annotated[Path | None, typer.Option(help="Folder of the run.  [default: runs/NAME]")] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the folder.")] = False
+    backbone: Annotated[str, typer.Option(help="bundled, a Hugging Face id or folder, or timm:<name>.")] = "bundled"
+    extends: Annotated[
+        list[Path] | None, typer.Option(help="Task file that this task extends; may be repeated.", exists=True)
+    ] = None
+    per_class: Annotated[
+        int | None, typer.Option(min=1, help="At most so many training images per class (single-label).")
+    ] = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return self.out or Path("runs") / self.name
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """The tasks that are trained at once."""
+
+    regime: Annotated[
+        str,
+        typer.Option(
+            callback=_words_of(Regime),
+            help="What is trained: head, class, memory, or several of these, separated by commas; or one of "
+            "memory-unmasked, propagated, additive and full.",
+        ),
+    ] = "memory"
+    memory: Annotated[
+        str, typer.Option(help="Memory cells per block: 5, or several: 0,1,5.", callback=_list_of(int, "whole numbers"))
+    ] = "5"
+    start: Annotated[
+        str, typer.Option(help="Start of the class token: original, normal, or both.", callback=_words_of(Start))
+    ] = "original"
+    seeds: Annotated[
+        str, typer.Option(help="Seeds of new tasks: 0, or several: 0,1,2.", callback=_list_of(int, "whole numbers"))
+    ] = "0"
+
+    def build(self) -> "Grid":
+        """Every combination."""
+        from vit_memory.training.grid import Grid
+
+        return Grid(
+            regimes=tuple(self.regime.split(",")),  # type: ignore[arg-type]
+            cells=tuple(map(int, self.memory.split(","))),
+            starts=tuple(self.start.split(",")),  # type: ignore[arg-type]
+            seeds=tuple(map(int, self.seeds.split(","))),
+        )
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """What is learned. Fields with the name of a field of Recipe replace it."""
+
+    lr: Annotated[
+        str,
+        typer.Option(
+            help="Learning rate, or several: 0.1,0.3; auto trains three at once.",
+            callback=_list_of(float, "numbers or auto", or_word="auto"),
+        ),
+    ] = "auto"
+    weight_decay: Annotated[
+        str, typer.Option(help="Weight decay, or several: 0,0.01.", callback=_list_of(float, "numbers"))
+    ] = "0"
+    recipe: Annotated[
+        BaseRecipe,
+        typer.Option(help="Recipe that the other options change; paper: 20 000 steps of 512 images, always new views."),
+    ] = BaseRecipe.default
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.  [default: 300]")] = None
+    batch: Annotated[int | None, typer.Option(min=1, help="Images per step.  [default: 64]")] = None
+    optimiser: Annotated[Optimiser, typer.Option(help="Optimiser.")] = Optimiser.sgd
+    augment: Annotated[Augment, typer.Option(help="Augmentation of training images.")] = Augment.inception
+    flip: Annotated[bool, typer.Option(help="Mirror half of the views; not for digits or letters.")] = True
+    label_smoothing: Annotated[float, typer.Option(min=0, max=0.99, help="Label smoothing.")] = 0.0
+    balance: Annotated[
+        bool, typer.Option("--balance", help="Weigh rare classes and labels as much as frequent ones.")
+    ] = False
+    views: Annotated[
+        int | None,
+        typer.Option(min=0, help="Fixed views per image, one per epoch in turn; 0: always new views.  [default: 8]"),
+    ] = None
+    evaluate_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between evaluations on the validation images.  [default: 50]")
+    ] = None
+    patience: Annotated[
+        int | None, typer.Option(min=1, help="End after so many evaluations without a better validation score.")
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, help="Seed of splits, order and augmentation.")] = 0
+
+    def build(self) -> "Recipe":
+        """The chosen recipe with the given options."""
+        from vit_memory.training.recipe import AUTO_RATES, Recipe
+
+        values = _same_named(self, Recipe)
+        if self.views == 0:
+            values["views"] = None
+        rates = AUTO_RATES[self.optimiser.value] if self.lr == "auto" else tuple(map(float, self.lr.split(",")))
+        decays = tuple(map(float, self.weight_decay.split(",")))
+        base = Recipe.paper() if self.recipe is BaseRecipe.paper else Recipe()
+        return replace(base, learning_rates=rates, weight_decays=decays, **values)
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """Whether and where trunks are stored."""
+
+    cache: Annotated[
+        CacheMode, typer.Option(help="Store the backbone's keys and values, so that each view is computed once.")
+    ] = CacheMode.auto
+    cache_dtype: Annotated[CacheDtype, typer.Option(help="Precision of stored values.")] = CacheDtype.float16
+    cache_dir: Annotated[Path | None, typer.Option(help="Folder of --cache disk.  [default: user cache]")] = None
+    cache_limit: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=read_size,
+            help="Most that all stores in --cache-dir may take, such as 20GB; the least recently used are removed "
+            "first.  [default: 50GB, or a quarter of a smaller disk]",
+        ),
+    ] = None
+
+    def build(self) -> "Cache":
+        """The library's value."""
+        from vit_memory.training.cache import Cache
+
+        return Cache(self.cache.value, self.cache_dtype.value, self.cache_dir, self.cache_limit)
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """How the training runs. Fields with the name of a field of TrainingOptions set it."""
+
+    image_size: Annotated[int | None, typer.Option(min=1, help="Image size.  [default: the backbone's]")] = None
+    workers: Annotated[int | None, typer.Option(min=0, help="Processes that load images.  [default: cores]")] = None
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute.  [default: cores]")] = None
+    on_bad_image: OnBadImageOption = OnBadImage.fail
+    device: Annotated[str, typer.Option(help="cpu, cuda or mps.")] = "cpu"
+    precision: Annotated[
+        Precision, typer.Option(help="Precision of the backbone; auto: bfloat16 if CUDA has it, else float32.")
+    ] = Precision.auto
+
+    def build(self, cache: "Cache", ranks: "Ranks", *, resume: bool) -> "TrainingOptions":
+        """The library's value."""
+        from vit_memory.data.loading import default_workers
+        from vit_memory.training.options import TrainingOptions
+
+        values = {"workers": default_workers(), **_same_named(self, TrainingOptions)}
+        return TrainingOptions(cache=cache, ranks=ranks, resume=resume, **values)

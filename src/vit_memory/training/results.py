@@ -1,0 +1,81 @@
+"""What a training returns: every setting with its trained task and validation score."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+from vit_memory.backbone import Backbone
+from vit_memory.data.loading import BadImages
+from vit_memory.preprocessing import Preprocessing
+from vit_memory.task import Task
+from vit_memory.training.cache import Storage
+from vit_memory.training.checkpoint import TrainingState
+from vit_memory.training.recipe import Recipe
+from vit_memory.training.regimes import FullSweep
+from vit_memory.training.sweep import Setting, Sweep
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SettingResult:
+    """The result of one setting."""
+
+    setting: Setting
+    task: Task  # trained; untrained if the setting diverged
+    score: float | None  # on the validation images; None if it diverged
+    stopped_at: int | None = None  # the step at which it diverged
+    backbone: Backbone | None = None  # regime `full` only: the trained backbone
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FitResult:
+    """Every setting with its validation score, and the best of them."""
+
+    settings: tuple[SettingResult, ...]
+    metric: str = "accuracy"  # the name of the scores: accuracy, balanced accuracy, mAP or R²
+    storage: Storage = "off"  # where the trunks were
+    bad_images: BadImages = field(default_factory=BadImages)  # images that were left out, with the reason
+
+    @property
+    def best(self) -> SettingResult:
+        """The highest validation score; of equals the one with the fewest parameters, then the first."""
+        scored = [result for result in self.settings if result.score is not None]
+        return max(scored, key=lambda result: (result.score or 0.0, -result.task.parameters))
+
+
+def metric_key(metric: str) -> str:
+    """The name of a validation score in files: validation_accuracy, validation_balanced_accuracy, _map or _r2."""
+    return "validation_" + metric.lower().replace(" ", "_").replace("²", "2")
+
+
+def setting_results(
+    sweep: Sweep, state: TrainingState, recipe: Recipe, preprocessing: Preprocessing
+) -> tuple[SettingResult, ...]:
+    """The results of a finished training, in the order of the settings."""
+    objective = sweep.objective
+    scores = state.scores if recipe.patience is None else state.best_scores
+    results = []
+    for i, (setting, task) in enumerate(zip(sweep.settings, sweep.tasks(), strict=True)):
+        score = scores[i]
+        if i in state.stopped or score is None:
+            results.append(SettingResult(setting, setting.task, None, state.stopped.get(i)))
+            continue
+        backbone = sweep.trained_backbone(i) if isinstance(sweep, FullSweep) else None
+        thresholds = None if state.thresholds is None else tuple(state.thresholds[i])
+        recorded = _with_record(task, setting, recipe, preprocessing, {metric_key(objective.metric): score})
+        complete = replace(recorded, thresholds=thresholds, target_scale=objective.scale)
+        results.append(SettingResult(setting, complete, score, backbone=backbone))
+    return tuple(results)
+
+
+def _with_record(
+    task: Task, setting: Setting, recipe: Recipe, preprocessing: Preprocessing, metrics: Mapping[str, float]
+) -> Task:
+    """The task with a record of its training, for its file."""
+    recipe_record = {
+        **task.record.recipe,
+        **asdict(recipe),
+        "learning_rates": [setting.learning_rate],
+        "weight_decays": [setting.weight_decay],
+        "area": list(recipe.area),
+    }
+    record = replace(task.record, preprocessing=preprocessing, recipe=recipe_record, metrics=metrics)
+    return replace(task, record=record)
