@@ -16,7 +16,7 @@ LAYERS = (
     {"files", "data"},
     {"core"},
     {"families"},
-    {"errors", "preprocessing", "outputs", "buffers", "parallel", "ranking", "user_cache"},
+    {"atomic", "errors", "preprocessing", "outputs", "buffers", "parallel", "ranking", "user_cache"},
 )
 ONLY_IN = {
     "transformers": "families",

@@ -24,9 +24,9 @@ def demo(
     """
     import shutil
 
+    from vit_memory.atomic import write_atomic
     from vit_memory.demo.page import render
     from vit_memory.demo.run import TEST, TRAIN, run_demo
-    from vit_memory.files.atomic import write_atomic
 
     start = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from vit_memory.atomic import write_atomic
 from vit_memory.data.decoding import Encoded, decode
 from vit_memory.data.splits import Split, why_empty
 from vit_memory.data.transforms import Training, Transform
@@ -58,7 +59,7 @@ class BadImages:
     def write(self, path: Path) -> None:
         """Write one line per image: name, tab, reason."""
         lines = [f"{name}\t{reason}\n" for name, reason in sorted(self.reasons.items())]
-        path.write_text("".join(lines), encoding="utf-8", errors="surrogateescape")  # file names may be in any encoding
+        write_atomic(path, [line.encode(errors="surrogateescape") for line in lines])  # names may be in any encoding
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 
+from vit_memory.atomic import check_empty, new_folder, write_atomic
 from vit_memory.backbone import Backbone, BackboneIdentity, load_backbone
 from vit_memory.errors import BackboneMismatch, DamagedFile, FileError, GraphError
 from vit_memory.files import hub
-from vit_memory.files.atomic import check_empty, new_folder, write_atomic
 from vit_memory.files.manifest import MANIFEST, TASKS, Entry, read_manifest, write_manifest
 from vit_memory.files.taskfile import load_task, save_task
 from vit_memory.graph import TaskGraph, rename_tasks

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit_memory.atomic import write_atomic
 from vit_memory.errors import DamagedFile, FileError, UnsafeFile
-from vit_memory.files.atomic import write_atomic
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vit_memory.atomic import write_atomic
 from vit_memory.backbone import BackboneIdentity
 from vit_memory.errors import DamagedFile, FileError, TaskError, UnsafeFile
-from vit_memory.files.atomic import write_atomic
 from vit_memory.files.container import parse_json
 from vit_memory.files.taskfile import check_format
 from vit_memory.task import check_name

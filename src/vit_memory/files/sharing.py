@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from vit_memory.files.atomic import check_empty
+from vit_memory.atomic import check_empty
 from vit_memory.files.bundle import Bundle
 from vit_memory.files.card import model_card
 from vit_memory.files.hub import upload

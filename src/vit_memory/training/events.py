@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
-from vit_memory.files.atomic import write_atomic
+from vit_memory.atomic import write_atomic
 
 logger = logging.getLogger(__name__)
 

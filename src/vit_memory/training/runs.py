@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from vit_memory.atomic import write_atomic
 from vit_memory.backbone import Backbone
 from vit_memory.data.sources import Dataset
 from vit_memory.data.splits import Split
 from vit_memory.errors import TrainingError
-from vit_memory.files.atomic import write_atomic
 from vit_memory.files.container import write_container
 from vit_memory.files.taskfile import save_task
 from vit_memory.task import Task

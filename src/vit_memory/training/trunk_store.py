@@ -17,11 +17,11 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
+from vit_memory.atomic import write_atomic
 from vit_memory.backbone import Backbone
 from vit_memory.buffers import ThreadBuffers
 from vit_memory.data.loading import Loader
 from vit_memory.data.transforms import Training, view_size
-from vit_memory.files.atomic import write_atomic
 from vit_memory.outputs import Original
 from vit_memory.parallel import PieceThreads
 from vit_memory.training.batch_plan import PlannedBatch
