@@ -30,7 +30,7 @@ from vit_memory.files.container import write_container
 from vit_memory.task import Kind, Regime, Start, Task, new_task
 from vit_memory.training.cache import Cache
 from vit_memory.training.crew import Crew
-from vit_memory.training.curves import draw_curves, write_events
+from vit_memory.training.curves import draw_curves, read_curves, read_log, write_events
 from vit_memory.training.loop import FitResult, Progress, SettingResult, fit, metric_key
 from vit_memory.training.recipe import Recipe
 
@@ -170,6 +170,8 @@ def train_run(
             bad.write(folder / "bad-images.tsv")
         _write_json(folder / "settings.json", [_row(r, result.metric) for r in result.settings])
         log.draw([r.setting.name for r in result.settings])
+        curves = read_curves(log.path, result)
+        write_atomic(folder / "curves.png", [draw_curves(curves, result.metric)])
         _save_best(folder, name, result, {"data": dataset.record(), "per_class": per_class})
     crew.wait()
     return result
@@ -205,8 +207,8 @@ class _Log:
             file.write(line)  # at the end, wherever was read
 
     def draw(self, names: Sequence[str]) -> None:
-        """Curves of every setting, as a picture and for TensorBoard."""
-        lines = self._read()
+        """Curves of every setting, for TensorBoard."""
+        lines = read_log(self.path)
         if not lines:
             return
         rows = {line["step"]: line for line in lines}  # the later of two
@@ -217,25 +219,11 @@ class _Log:
                 for i, name in enumerate(names)
             }
         score = f"validation {lines[0]['metric']}"
-        write_atomic(self.folder / "curves.png", [draw_curves(drawn["losses"], drawn["scores"], score)])
         tags = {"losses": "loss", "scores": score}
         for i, name in enumerate(names):
             scalars = {tag: drawn[key][name] for key, tag in tags.items()}
             place = name.replace(", ", "_").replace(" ", "_")
             write_events(self.folder / "tensorboard" / place, str(i), lines[0]["time"], scalars)
-
-    def _read(self) -> list[dict[str, Any]]:
-        """The lines that are whole."""
-        content = self.path.read_bytes() if self.path.exists() else b""
-        whole = []
-        for line in content.split(b"\n"):
-            try:
-                row = json.loads(line.decode())
-            except ValueError:  # no JSON, or no UTF-8
-                continue
-            if isinstance(row, dict) and {"step", "time", "losses", "metric", "scores"} <= row.keys():
-                whole.append(row)
-        return whole
 
 
 def _read_begun(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
