@@ -3,7 +3,7 @@
 import csv
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,11 +21,12 @@ from vit_memory.cli.data import (
     TaskKind,
     column_names,
 )
-from vit_memory.cli.progress import show_log
+from vit_memory.cli.progress import show_log, typed_command
 from vit_memory.cli.tasks import Rename, parse_rename
 
 if TYPE_CHECKING:
-    from vit_memory.evaluation.answering import Answered
+    from vit_memory.data.sources import Dataset
+    from vit_memory.evaluation.answering import Answered, Evaluated, Model
     from vit_memory.evaluation.metrics import AnyScores, MultiLabelScores, RegressionScores, Scores
     from vit_memory.task import Task
 
@@ -57,6 +58,9 @@ def evaluate(
     label_column: LabelColumn = None,
     kind: KindOption = TaskKind.auto,
     as_json: Annotated[bool, typer.Option("--json", help="All numbers as JSON, confusion matrices included.")] = False,
+    report: Annotated[
+        Path | None, typer.Option(metavar="PAGE.html", help="Also write a page: charts, mistakes, example pictures.")
+    ] = None,
 ) -> None:
     """Score tasks on labelled images, all of them in one pass.
 
@@ -72,6 +76,7 @@ def evaluate(
     from vit_memory.evaluation.answering import open_model, why_not_scored
     from vit_memory.parallel import limit_threads
 
+    _check_writable(report)
     show_log()
     limit_threads(threads)
     model = open_model(sources, backbone, device, parse_rename(rename))
@@ -89,6 +94,7 @@ def evaluate(
     sections: list[str] = []
     results: dict[str, Any] = {}
     skipped = BadImages()
+    scored: list[tuple[Dataset, dict[str, Evaluated]]] = []
     reasons: dict[str, str] = {}  # why tasks of a bundle are not scored, by name
     for group in _by_columns(chosen) if apart else [chosen]:
         kinds = {one.kind for one in group}
@@ -109,22 +115,56 @@ def evaluate(
         if not names or (task and reasons):
             continue
         bad = BadImages()
-        scores = score(dataset.splits[split], dataset.labels, names, bad=bad)
+        evaluated = score(dataset.splits[split], dataset.labels, names, bad=bad)
+        scored.append((dataset, evaluated))
         skipped.reasons.update(bad.reasons)
-        results |= {name: one.as_json() for name, one in scores.items()}
+        results |= {name: one.scores.as_json() for name, one in evaluated.items()}
         left_out = f", {len(bad)} bad ones left out" if bad else ""
         sections.append(f"{data}, {split}: {len(dataset.splits[split]) - len(bad)} images{left_out}")
-        sections += [page(name, one) for name, one in scores.items()]
+        sections += [page(name, one.scores) for name, one in evaluated.items()]
     if reasons and (task or not results):  # a bundle may hold tasks that these images say nothing of, not all of them
         raise DataError("\n".join(dict.fromkeys(reasons.values())))
     for name, reason in reasons.items():
         typer.echo(f"not scored: {name}. {reason}", err=True)
-    if as_json:
-        bad_images = [{"image": name, "reason": reason} for name, reason in skipped.reasons.items()]
-        record = {"data": data, "split": split, "skipped": bad_images, "tasks": results}
-        typer.echo(json.dumps(record, indent=2, ensure_ascii=False))
-        return
-    typer.echo("\n\n".join(sections))
+    if report is not None:
+        _write_report(report, model, scored, split, skipped.reasons)
+    typer.echo(_record(data, split, skipped.reasons, results) if as_json else "\n\n".join(sections))
+
+
+def _record(data: str, split: str, skipped: Mapping[str, str], results: Mapping[str, Any]) -> str:
+    """All numbers as JSON."""
+    bad_images = [{"image": name, "reason": reason} for name, reason in skipped.items()]
+    record = {"data": data, "split": split, "skipped": bad_images, "tasks": results}
+    return json.dumps(record, indent=2, ensure_ascii=False)
+
+
+def _check_writable(report: Path | None) -> None:
+    """Refuse a page that cannot be written before the images are scored."""
+    from vit_memory.report.page import check_writable
+
+    if report is not None:
+        check_writable(report)
+
+
+def _write_report(
+    path: Path,
+    model: "Model",
+    scored: "list[tuple[Dataset, dict[str, Evaluated]]]",
+    split: str,
+    bad_images: "Mapping[str, str]",
+) -> None:
+    from vit_memory.report.page import About, ScoredSplit, write_report
+
+    data = scored[0][0].source
+    notes = {
+        "test": f"Scored on the test split of {data} ({scored[0][0].origin[split]}).",
+        "validation": "These are validation images. If they also chose the setting of a task, expect somewhat lower "
+        "figures on new images.",
+        "train": "These are training images. A task that was trained on them does less well on new images.",
+    }
+    about = About(data, split, notes[split], split == "test", typed_command(), bad_images)
+    write_report(path, model, [ScoredSplit(dataset.splits[split], tasks) for dataset, tasks in scored], about)
+    typer.echo(f"{path}: written", err=True)
 
 
 def _columns(task: "Task") -> tuple[str, ...]:

@@ -21,11 +21,14 @@ from vit_memory.cli.data import (
     looked_at,
     page,
 )
-from vit_memory.cli.progress import Meter, score_text, show_log, stopping
+from vit_memory.cli.progress import Meter, score_text, show_log, stopping, typed_command
 
 if TYPE_CHECKING:
     import torch
 
+    from vit_memory.backbone import Backbone
+    from vit_memory.data.sources import Dataset
+    from vit_memory.task import Task
     from vit_memory.training.loop import FitResult
 
 
@@ -119,6 +122,9 @@ def train(
     image_column: ImageColumn = None,
     label_column: LabelColumn = None,
     kind: KindOption = TaskKind.auto,
+    report: Annotated[
+        bool, typer.Option("--report/--no-report", help="Score the task on the test images and write report.html.")
+    ] = True,
 ) -> None:
     """Train a task on DATA and write it, with its log and checkpoint, to a folder.
 
@@ -201,6 +207,7 @@ def train(
     loaded = load_backbone(backbone, device=crew.device(device), dtype=_dtype(precision, device))
     folder = out or Path("runs") / name
     paths = extends or []
+    parents = [file.task for file in collect_tasks(paths)]
     with stopping() as stop:
         try:
             result = train_run(
@@ -210,7 +217,7 @@ def train(
                 name,
                 grid,
                 followed,
-                parents=[file.task for file in collect_tasks(paths)],
+                parents=parents,
                 direct_parents=[read_task(path).name for path in paths],
                 image_size=image_size,
                 per_class=per_class,
@@ -230,9 +237,50 @@ def train(
             raise typer.Exit(130) from None
     if not crew.first:
         return
+    _print_result(result, folder / f"{name}.safetensors")
+    if report:
+        _write_report(folder, loaded, dataset, result, parents, workers, threads, on_bad_image)
+
+
+def _print_result(result: "FitResult", file: Path) -> None:
     typer.echo(table(result))
-    file = folder / f"{name}.safetensors"
     typer.echo(f"\n{file}: {result.best.setting.name}, {file.stat().st_size / 1000:.0f} kB")
+
+
+def _write_report(
+    folder: Path,
+    backbone: "Backbone",
+    dataset: "Dataset",
+    result: "FitResult",
+    parents: "list[Task]",
+    workers: int | None,
+    threads: int | None,
+    on_bad_image: str,
+) -> None:
+    """The task file is written by now: a report that fails is told, and the training has still succeeded."""
+    from vit_memory.data.loading import default_workers
+    from vit_memory.errors import VitMemoryError
+    from vit_memory.report.page import headline_text
+    from vit_memory.report.run import REPORT, report_run, report_split
+
+    split = report_split(dataset)
+    typer.echo(f"scoring {len(dataset.splits[split])} {split} images for {REPORT}", err=True)
+    try:
+        evaluated = report_run(
+            folder,
+            backbone,
+            dataset,
+            result,
+            parents=parents,
+            workers=default_workers() if workers is None else workers,
+            threads=threads,
+            on_bad_image=on_bad_image,  # type: ignore[arg-type]
+            command=typed_command(),
+        )
+    except VitMemoryError as error:
+        typer.echo(f"{folder / REPORT}: not written. {error}", err=True)
+        return
+    typer.echo(f"{folder / REPORT}: {split} {headline_text(evaluated.scores)}, {evaluated.scores.images} images")
 
 
 def _dtype(precision: str, device: str) -> "torch.dtype | None":

@@ -41,6 +41,17 @@ class Answered:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluated:
+    """One task on the images of a split that could be used: its outputs, the targets and the scores."""
+
+    task: Task
+    outputs: Tensor  # (n, C) float32: logits, or values of a regression task
+    targets: Tensor  # (n,) or (n, C), in the order of the task's labels
+    indices: Tensor  # (n,) int64, the images' places in the split
+    scores: AnyScores
+
+
 Model = MemoryViT | StandaloneModel
 
 
@@ -116,7 +127,7 @@ def evaluate(
     threads: int | None = None,
     on_bad_image: OnBadImage = "fail",
     bad: BadImages | None = None,
-) -> dict[str, AnyScores]:
+) -> dict[str, Evaluated]:
     """Score tasks on a split whose targets mean `labels`; all of them in one pass per batch."""
     for name in names:
         if reason := why_not_scored(model.tasks[name], split, labels):
@@ -124,10 +135,11 @@ def evaluate(
     bad = BadImages() if bad is None else bad
     loader = Loader(split, Evaluation(preprocessing_of(model, names)), batch, workers, on_bad_image, bad)
     collected: dict[str, list[Tensor]] = {name: [] for name in names}
-    targets = []
+    targets, indices = [], []
     with PieceThreads(model.backbone.device, threads) as pool:
         for part in loader.batches():
             targets.append(part.targets)
+            indices.append(part.indices)
             for name, outputs in _outputs(model, part.images, names, pool).items():
                 collected[name].append(outputs)
     if not targets:
@@ -137,10 +149,12 @@ def evaluate(
         raise DataError(
             f"not one of {len(known)} images has a known {'value' if split.kind == 'regression' else 'label'}."
         )
-    return {
-        name: score_task(task, torch.cat(collected[name]), _in_order_of(task, known, labels))
-        for name, task in ((name, model.tasks[name]) for name in names)
-    }
+
+    def evaluated(task: Task) -> Evaluated:
+        outputs, wanted = torch.cat(collected[task.name]), _in_order_of(task, known, labels)
+        return Evaluated(task, outputs, wanted, torch.cat(indices), score_task(task, outputs, wanted))
+
+    return {name: evaluated(model.tasks[name]) for name in names}
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from vit_memory.predictions import DEFAULT_THRESHOLD
 from vit_memory.ranking import average_precision
 from vit_memory.task import Task
 
-_BINS = 15  # of equal width, for the calibration error
+CALIBRATION_BINS = 15  # of equal width, for the calibration error
 _RESAMPLES = 500  # of a bootstrap
 Interval = tuple[float, float]  # 95 %
 
@@ -199,8 +199,8 @@ def score(logits: Tensor, truth: Tensor, labels: Sequence[str]) -> Scores:
     confidence, answers = logits.double().softmax(-1).max(-1)
     right = answers == truth
     confusion = torch.zeros(C * C, dtype=torch.int64).index_add_(0, truth * C + answers, torch.ones_like(truth))
-    bins = (confidence * _BINS).long().clamp(max=_BINS - 1)
-    off = torch.zeros(_BINS, dtype=torch.float64).index_add_(0, bins, confidence - right.double())
+    bins = (confidence * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
+    off = torch.zeros(CALIBRATION_BINS, dtype=torch.float64).index_add_(0, bins, confidence - right.double())
     top1 = float(right.double().mean())
     return Scores(
         labels=tuple(labels),

@@ -8,6 +8,7 @@ settings.json                every setting with its validation score
 bad-images.tsv               images that were left out, with the reason, if any
 <name>.safetensors           the best setting's task, written last
 <name>.backbone.safetensors  regime `full` only: the backbone that was trained, by the library's names
+report.html                  the best task's scores, mistakes and pictures; the command adds it (vit_memory.report)
 """
 
 import json

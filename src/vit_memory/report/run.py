@@ -1,0 +1,86 @@
+"""report_run: the report of a training, written into its folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from vit_memory.backbone import Backbone
+from vit_memory.data.loading import BadImages, OnBadImage
+from vit_memory.data.sources import Dataset
+from vit_memory.evaluation.answering import Evaluated, Model, evaluate
+from vit_memory.model import MemoryViT
+from vit_memory.report.page import About, ScoredSplit, write_report
+from vit_memory.report.training import TrainingResult
+from vit_memory.standalone import StandaloneModel
+from vit_memory.task import COMPOSABLE, Task
+from vit_memory.training.curves import read_curves
+from vit_memory.training.loop import FitResult
+
+REPORT = "report.html"
+
+
+def report_split(dataset: Dataset) -> str:
+    """The split that a run is reported on: test if there is one, else validation."""
+    return "test" if dataset.test is not None and len(dataset.test) else "validation"
+
+
+def report_run(
+    folder: Path,
+    backbone: Backbone,
+    dataset: Dataset,
+    result: FitResult,
+    *,
+    parents: Sequence[Task] = (),
+    workers: int = 0,
+    threads: int | None = None,
+    on_bad_image: OnBadImage = "fail",
+    command: str | None = None,
+) -> Evaluated:
+    """Score the best task of a training and write report.html into its folder; returns the task with its scores."""
+    name, task = report_split(dataset), result.best.task
+    split = dataset.splits[name]
+    model = _model(backbone, result, parents)
+    bad = BadImages(_bad_images(folder))
+    scored = evaluate(
+        model,
+        split,
+        dataset.labels,
+        [task.name],
+        workers=workers,
+        threads=threads,
+        on_bad_image=on_bad_image,
+        bad=bad,
+    )
+    about = About(dataset.source, name, _note(dataset, name), name == "test", command, bad.reasons)
+    training = TrainingResult(result, read_curves(folder / "log.jsonl", result))
+    write_report(folder / REPORT, model, [ScoredSplit(split, scored)], about, training)
+    return scored[task.name]
+
+
+def _model(backbone: Backbone, result: FitResult, parents: Sequence[Task]) -> Model:
+    best = result.best
+    if best.task.regime in COMPOSABLE:
+        return MemoryViT(backbone, [*parents, best.task])
+    return StandaloneModel(best.backbone or backbone, best.task)
+
+
+def _note(dataset: Dataset, name: str) -> str:
+    images, origin = len(dataset.splits[name]), dataset.origin[name]
+    if name == "test":
+        return (
+            f"Scored on the test split ({images} images; {origin}). These images took no part in training or in the "
+            f"choice of the setting."
+        )
+    chosen = "the setting and the thresholds" if dataset.kind == "multi-label" else "the setting"
+    return (
+        f"There is no test split, so these figures are of the validation split ({images} images; {origin}). The same "
+        f"images also chose {chosen}: expect somewhat lower figures on new images."
+    )
+
+
+def _bad_images(folder: Path) -> dict[str, str]:
+    """The images that the training left out, with the reasons."""
+    file = folder / "bad-images.tsv"
+    if not file.exists():
+        return {}
+    lines = file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    return {name: reason for name, _, reason in (line.partition("\t") for line in lines) if name}
