@@ -70,22 +70,30 @@ def _confusion(scores: Scores) -> Markup:
         return section(
             "Confusion matrix", Markup(f'<div class="beside"><div>{legend}{matrix}</div>{most_confused}</div>')
         )
-    wrong = scores.confusion.clone().fill_diagonal_(0)
-    hardest = (wrong.sum(0) + wrong.sum(1)).argsort(descending=True, stable=True)[:_WHOLE_MATRIX]
-    block = _matrix(scores, sorted(hardest.tolist()))
+    chosen = _most_confused(scores)
     text = paragraph(
-        f"The {len(hardest)} classes with most mistakes, of {C}. Rows: expected class. Columns: predicted class. "
-        "Colour: share of the row.",
+        f"{len(chosen)} of {C} classes: those of the most confused pairs. Rows: expected class. Columns: predicted "
+        "class. Colour: share of the row.",
         style="soft",
     )
     beside = Markup(f'<div class="beside">{_heat_map(scores.confusion)}{most_confused}</div>')
-    return section("Confusion matrix", beside, text, block)
+    return section("Confusion matrix", beside, *((text, _matrix(scores, chosen)) if chosen else ()))
+
+
+def _most_confused(scores: Scores) -> list[int]:
+    """The classes of the most confused pairs, in the order of the task's labels."""
+    chosen: set[str] = set()
+    for expected, predicted, _ in scores.mistakes(_WHOLE_MATRIX**2):
+        if len(chosen | {expected, predicted}) <= _WHOLE_MATRIX:
+            chosen |= {expected, predicted}
+    return [i for i, label in enumerate(scores.labels) if label in chosen]
 
 
 def _matrix(scores: Scores, chosen: list[int]) -> Markup:
     """A table of counts for the chosen classes."""
     totals = scores.confusion.sum(1).clamp(min=1)
-    head = "".join(f'<th class="column"><span>{escape(scores.labels[j])}</span></th>' for j in chosen)
+    names = [escape(scores.labels[j]) for j in chosen]
+    head = "".join(f'<th class="column" title="{name}"><span>{name}</span></th>' for name in names)
     rows = []
     for i in chosen:
         cells = [_cell(int(scores.confusion[i, j]), float(scores.confusion[i, j] / totals[i]), i == j) for j in chosen]

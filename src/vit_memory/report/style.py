@@ -40,9 +40,9 @@ table.confusion { width: auto; border-collapse: separate; border-spacing: 2px; f
   font-variant-numeric: tabular-nums; background: rgba(127, 127, 127, .07); }
 .confusion td.strong { color: #fff; } .confusion td.zero { color: transparent; }
 .confusion td.right { outline: 1px solid var(--soft); outline-offset: -1px; }
-.confusion th.row { text-align: right; white-space: nowrap; max-width: 11rem; overflow: hidden; text-overflow: ellipsis;
+.confusion th.row { text-align: right; white-space: nowrap; max-width: 15rem; overflow: hidden; text-overflow: ellipsis;
   vertical-align: middle; color: var(--ink); }
-.confusion th.column span { writing-mode: vertical-rl; transform: rotate(180deg); max-height: 8.5rem; overflow: hidden;
+.confusion th.column span { writing-mode: vertical-rl; transform: rotate(180deg); max-height: 11rem; overflow: hidden;
   text-overflow: ellipsis; white-space: nowrap; color: var(--ink); }
 .heatmap { max-width: 34rem; } .heatmap div { border: 1px solid var(--line); background: var(--card); }
 .heatmap img { width: 100%; display: block; aspect-ratio: 1; image-rendering: pixelated; }
