@@ -45,10 +45,10 @@ def train(backbone: Backbone, pack: str, grid: Grid, recipe: Recipe, size: int, 
     return {
         name: {
             "validation": accuracy,
-            "test": scores[name.replace(" ", "-")].accuracy,
+            "test": scores[name.replace(" ", "-")].scores.accuracy,
             "rate": found.setting.learning_rate,
             "images": len(learn),
-            "test_images": scores[name.replace(" ", "-")].images,
+            "test_images": scores[name.replace(" ", "-")].scores.images,
         }
         for name, (accuracy, found) in best.items()
     }

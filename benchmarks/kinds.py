@@ -115,9 +115,10 @@ def trained(backbone: Backbone, dataset: Dataset, recipe: Recipe, size: int | No
 def figures(backbone: Backbone, task: Task, dataset: Dataset) -> dict[str, float]:
     """Of one task on the test images."""
     assert dataset.test is not None
-    (scores,) = evaluate(
+    (evaluated,) = evaluate(
         MemoryViT(backbone, [task]), dataset.test, dataset.labels, [task.name], workers=default_workers()
     ).values()
+    scores = evaluated.scores
     if isinstance(scores, MultiLabelScores):
         return {"mAP": scores.mean_average_precision, "macro_f1": scores.macro_f1, "micro_f1": scores.micro_f1}
     assert isinstance(scores, RegressionScores)

@@ -45,7 +45,7 @@ def test_a_folder_of_images_becomes_a_task_file_that_answers(photos, backbone, t
     said = train(photos, backbone, tmp_path / "run", "--memory", "0,2", "--lr", "0.05,0.2", "--regime", "head,memory")
     assert said.exit_code == 0, said.output
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    drawn = {"curves.png", "tensorboard"}
+    drawn = {"curves.png", "tensorboard", "report.html"}
     assert names == drawn | {"config.json", "log.jsonl", "settings.json", "checkpoint.safetensors", "birds.safetensors"}
     rows = json.loads((tmp_path / "run/settings.json").read_text())
     assert {(row["regime"], row["cells"]) for row in rows} == {("head", 0), ("class", 0), ("memory", 2)}
@@ -239,7 +239,7 @@ def test_curves_are_a_picture(photos, backbone, tmp_path):
 
     assert train(photos, backbone, tmp_path / "run", "--lr", "0.1,0.2").exit_code == 0
     with Image.open(tmp_path / "run/curves.png") as picture:
-        assert picture.size[0] == 1520
+        assert picture.size[0] == 1740
         assert len(picture.convert("RGB").getcolors(1 << 20)) > 5
 
 

@@ -12,11 +12,12 @@ import typer
 from vit_memory.cli.data import DataOptions, OnBadImage, OnBadImageOption, Seed, TaskKind
 from vit_memory.cli.models import ComputeOptions, ModelOptions
 from vit_memory.cli.options import spread_options
-from vit_memory.cli.progress import show_log
+from vit_memory.cli.progress import show_log, typed_command
 from vit_memory.cli.score_pages import page
 
 if TYPE_CHECKING:
     from vit_memory.data.sources import Dataset
+    from vit_memory.evaluation.inference import Evaluated
     from vit_memory.evaluation.models import Model
     from vit_memory.task import Task
 
@@ -48,6 +49,9 @@ def evaluate(
     model: ModelOptions,
     compute: ComputeOptions,
     as_json: Annotated[bool, typer.Option("--json", help="JSON with confusion matrices instead of text.")] = False,
+    report: Annotated[
+        Path | None, typer.Option(metavar="PAGE.html", help="Also write a page: charts, mistakes, example pictures.")
+    ] = None,
 ) -> None:
     """Score tasks on labelled images, all tasks in one pass.
 
@@ -55,22 +59,27 @@ def evaluate(
     and recall. Regression: MAE, RMSE and R². By default every task is scored with the columns and the kind that it was
     trained with. Tasks whose labels the images do not have are left out, unless they are named with --task.
     """
+    if report is not None:
+        _check_writable(report)
     show_log()
     compute.limit_threads()
     opened = model.open(sources)
     tasks = [opened.tasks[name] for name in model.task or opened.tasks]
-    report = _Evaluation(opened, images, data, compute, named=bool(model.task)).run(tasks)
-    for name, reason in report.not_scored.items():
+    results = _Evaluation(opened, images, data, compute, named=bool(model.task)).run(tasks)
+    for name, reason in results.not_scored.items():
         typer.echo(f"not scored: {name}. {reason}", err=True)
-    typer.echo(report.as_json(images) if as_json else "\n\n".join(report.sections))
+    if report is not None:
+        _write_report(report, opened, results, images.split.value)
+    typer.echo(results.as_json(images) if as_json else "\n\n".join(results.sections))
 
 
 @dataclass(frozen=True, slots=True)
-class _Report:
+class _Results:
     """What was scored, and what was not."""
 
     sections: list[str] = field(default_factory=list)
     scores: dict[str, Any] = field(default_factory=dict)  # JSON values by task
+    evaluated: list[tuple["Dataset", dict[str, "Evaluated"]]] = field(default_factory=list)  # for the report
     skipped: dict[str, str] = field(default_factory=dict)  # reasons by image
     not_scored: dict[str, str] = field(default_factory=dict)  # reasons by task
 
@@ -90,21 +99,21 @@ class _Evaluation:
     compute: ComputeOptions
     named: bool  # the user named the tasks, so each has to be scored
 
-    def run(self, tasks: "Sequence[Task]") -> _Report:
+    def run(self, tasks: "Sequence[Task]") -> _Results:
         from vit_memory.errors import DataError
 
-        report = _Report()
+        results = _Results()
         for group in _by_columns(tasks) if self._own_columns else [tasks]:
             try:
                 dataset = self._open(group)
             except DataError as error:
                 reason = f"{error}{self._column_hint(group)}"
-                report.not_scored.update(dict.fromkeys([task.name for task in group], reason))
+                results.not_scored.update(dict.fromkeys([task.name for task in group], reason))
             else:
-                self._score(group, dataset, report)
-        if report.not_scored and (self.named or not report.scores):
-            raise DataError("\n".join(dict.fromkeys(report.not_scored.values())))
-        return report
+                self._score(group, dataset, results)
+        if results.not_scored and (self.named or not results.scores):
+            raise DataError("\n".join(dict.fromkeys(results.not_scored.values())))
+        return results
 
     @property
     def _own_columns(self) -> bool:
@@ -121,7 +130,7 @@ class _Evaluation:
             labels=group[0].labels if len(group) == 1 and group[0].kind == "multi-label" else None,
         )
 
-    def _score(self, group: "Sequence[Task]", dataset: "Dataset", report: _Report) -> None:
+    def _score(self, group: "Sequence[Task]", dataset: "Dataset", results: _Results) -> None:
         from vit_memory.data.loading import BadImages
         from vit_memory.evaluation.inference import evaluate as score
         from vit_memory.evaluation.inference import why_not_scored
@@ -133,12 +142,12 @@ class _Evaluation:
             )
         split = dataset.splits[name]
         reasons = {task.name: why_not_scored(task, split, dataset.labels) for task in group}
-        report.not_scored.update({task: reason for task, reason in reasons.items() if reason})
+        results.not_scored.update({task: reason for task, reason in reasons.items() if reason})
         names = [task for task, reason in reasons.items() if not reason]
-        if not names or (self.named and report.not_scored):
+        if not names or (self.named and results.not_scored):
             return
         skipped = BadImages()
-        scores = score(
+        evaluated = score(
             self.model,
             split,
             dataset.labels,
@@ -148,11 +157,12 @@ class _Evaluation:
             threads=self.compute.threads,
             skipped=skipped if self.images.on_bad_image is OnBadImage.skip else None,
         )
-        report.skipped.update(skipped.reasons)
-        report.scores.update({task: one.as_json() for task, one in scores.items()})
+        results.skipped.update(skipped.reasons)
+        results.evaluated.append((dataset, evaluated))
+        results.scores.update({task: one.scores.as_json() for task, one in evaluated.items()})
         bad = f", {len(skipped)} bad ones skipped" if skipped else ""
-        report.sections.append(f"{self.images.data}, {name}: {len(split) - len(skipped)} images{bad}")
-        report.sections.extend(page(task, one) for task, one in scores.items())
+        results.sections.append(f"{self.images.data}, {name}: {len(split) - len(skipped)} images{bad}")
+        results.sections.extend(page(task, one.scores) for task, one in evaluated.items())
 
     def _column_hint(self, tasks: "Sequence[Task]") -> str:
         """What to do if the data lack the columns that tasks were trained with."""
@@ -161,6 +171,29 @@ class _Evaluation:
             return ""
         names = ", ".join(task.name for task in tasks)
         return f" {names} was trained with {columns}; name other columns, or some of these, with --label-column."
+
+
+def _check_writable(report: Path) -> None:
+    """Refuse a page that cannot be written before the images are scored."""
+    from vit_memory.report.page import check_writable
+
+    check_writable(report)
+
+
+def _write_report(path: Path, model: "Model", results: _Results, split: str) -> None:
+    from vit_memory.report.page import About, ScoredSplit, write_report
+
+    dataset = results.evaluated[0][0]
+    notes = {
+        "test": f"Scored on the test split of {dataset.source} ({dataset.origin[split]}).",
+        "validation": "These are validation images. If they also chose the setting of a task, expect somewhat lower "
+        "figures on new images.",
+        "train": "These are training images. A task that was trained on them does less well on new images.",
+    }
+    about = About(dataset.source, split, notes[split], split == "test", typed_command(), results.skipped)
+    scored = [ScoredSplit(dataset.splits[split], tasks) for dataset, tasks in results.evaluated]
+    write_report(path, model, scored, about)
+    typer.echo(f"{path}: written", err=True)
 
 
 def _columns(task: "Task") -> tuple[str, ...]:

@@ -2,11 +2,13 @@
 
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -100,6 +102,13 @@ def show_log() -> None:
     logger = logging.getLogger("vit_memory")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
+
+
+def typed_command() -> str | None:
+    """The command line as it was typed; None where no command line started this process."""
+    if Path(sys.argv[0]).name not in ("vit-memory", "vit-memory.exe", "__main__.py"):
+        return None
+    return shlex.join(["vit-memory", *sys.argv[1:]])
 
 
 def score_text(metric: str, score: float) -> str:

@@ -2,13 +2,14 @@
 
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from vit_memory.cli.data import DataOptions, OnBadImage, Source, page, summarise_images
 from vit_memory.cli.options import spread_options
-from vit_memory.cli.progress import TrainingProgress, show_log, stopping
+from vit_memory.cli.progress import TrainingProgress, show_log, stopping, typed_command
 from vit_memory.cli.settings import print_settings
 from vit_memory.cli.train_options import (
     CacheOptions,
@@ -22,7 +23,10 @@ from vit_memory.cli.train_options import (
 if TYPE_CHECKING:
     import torch
 
+    from vit_memory.backbone import Backbone
     from vit_memory.data.sources import Dataset
+    from vit_memory.training.options import TrainingOptions
+    from vit_memory.training.results import FitResult
     from vit_memory.training.runs import TrainingPlan
 
 
@@ -76,6 +80,34 @@ def train(
         file = run.folder / f"{run.name}.safetensors"
         print_settings(result)
         typer.echo(f"\n{file}: {result.best.setting.name}, {file.stat().st_size / 1000:.0f} kB")
+        if run.report:
+            _write_report(run.folder, backbone, dataset, result, plan, options)
+
+
+def _write_report(
+    folder: Path,
+    backbone: "Backbone",
+    dataset: "Dataset",
+    result: "FitResult",
+    plan: "TrainingPlan",
+    options: "TrainingOptions",
+) -> None:
+    """The task file is already written: a report that fails is a warning, and the training has succeeded."""
+    from vit_memory.errors import VitMemoryError
+    from vit_memory.report.page import headline_text
+    from vit_memory.report.run import REPORT, report_run, report_split
+
+    split = report_split(dataset)
+    typer.echo(f"scoring {len(dataset.splits[split])} {split} images for {REPORT}", err=True)
+    command = typed_command()
+    try:
+        evaluated = report_run(
+            folder, backbone, dataset, result, parents=plan.parents, options=options, command=command
+        )
+    except VitMemoryError as error:
+        typer.echo(f"{folder / REPORT}: not written. {error}", err=True)
+        return
+    typer.echo(f"{folder / REPORT}: {split} {headline_text(evaluated.scores)}, {evaluated.scores.images} images")
 
 
 def _plan(run: RunOptions, grid: GridOptions, recipe: RecipeOptions) -> "TrainingPlan":

@@ -143,6 +143,9 @@ class RunOptions:
     per_class: Annotated[
         int | None, typer.Option(min=1, help="At most so many training images per class (single-label).")
     ] = None
+    report: Annotated[
+        bool, typer.Option(help="Score the task on the test images and write report.html with charts and pictures.")
+    ] = True
 
     @property
     def folder(self) -> Path:

@@ -34,6 +34,17 @@ class FilePrediction:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluated:
+    """One task on the images of a split that could be read: its outputs, the targets and the scores."""
+
+    task: Task
+    outputs: Tensor  # (n, C) float32: logits, or values of a regression task
+    targets: Tensor  # (n,) or (n, C), in the order of the task's labels
+    indices: Tensor  # (n,) int64, the images' positions in the split
+    scores: AnyScores
+
+
 def evaluate(
     model: Model,
     split: Split,
@@ -44,7 +55,7 @@ def evaluate(
     workers: int = 0,
     threads: int | None = None,
     skipped: BadImages | None = None,
-) -> dict[str, AnyScores]:
+) -> dict[str, Evaluated]:
     """Score the tasks `names` on a split whose targets refer to `labels`.
 
     Bad images are left out and added to `skipped`; without it, the first one raises BadImage.
@@ -57,13 +68,17 @@ def evaluate(
         loader = Loader(split, transform, batch, workers, "fail")
     else:
         loader = Loader(split, transform, batch, workers, "skip", skipped)
-    outputs, targets = _run(model, loader, names, threads)
+    outputs, targets, indices = _run(model, loader, names, threads)
     if not bool(targets.isfinite().any()):
         raise DataError(
             f"not one of {len(targets)} images has a known {'value' if split.kind == 'regression' else 'label'}."
         )
-    tasks = {name: model.tasks[name] for name in names}
-    return {name: score_task(task, outputs[name], _in_order_of(task, targets, labels)) for name, task in tasks.items()}
+
+    def scored(task: Task) -> Evaluated:
+        ordered = _in_order_of(task, targets, labels)
+        return Evaluated(task, outputs[task.name], ordered, indices, score_task(task, outputs[task.name], ordered))
+
+    return {name: scored(model.tasks[name]) for name in names}
 
 
 def predict(
@@ -121,18 +136,21 @@ def image_files(sources: Iterable[Path]) -> Iterator[str]:
                     yield str(Path(parent) / name)
 
 
-def _run(model: Model, loader: Loader, names: Sequence[str], threads: int | None) -> tuple[dict[str, Tensor], Tensor]:
-    """The outputs (n, C) of every task for all images of a loader, and the targets."""
+def _run(
+    model: Model, loader: Loader, names: Sequence[str], threads: int | None
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The outputs (n, C) of every task for all images of a loader, their targets, and their positions in the split."""
     outputs: dict[str, list[Tensor]] = {name: [] for name in names}
-    targets = []
+    targets, indices = [], []
     with PieceThreads(model.backbone.device, threads) as pool:
         for part in loader.batches():
             targets.append(part.targets)
+            indices.append(part.indices)
             for name, output in _outputs(model, part.images, names, pool).items():
                 outputs[name].append(output)
     if not targets:
         raise nothing_usable("image", loader.bad.first)
-    return {name: torch.cat(parts) for name, parts in outputs.items()}, torch.cat(targets)
+    return {name: torch.cat(parts) for name, parts in outputs.items()}, torch.cat(targets), torch.cat(indices)
 
 
 @torch.no_grad()

@@ -1,65 +1,280 @@
-"""A training's curves as a picture, from the lines of its log; Pillow is enough to draw them."""
+"""Training curves: the loss and the validation score of every setting, read from the log of a run and drawn.
 
-import io
-from collections.abc import Mapping, Sequence
-from functools import cache
+A method (regime and memory size) has one colour; a learning rate has one line style and shade; the best setting is
+bold. Lines are named at their ends where there is space for it.
+"""
 
-from PIL import Image, ImageDraw, ImageFont
+import json
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vit_memory.training.chart_style import COLOURS, FONT_POINTS, INK, SOFT, as_png, new_figure, style_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from vit_memory.training.results import FitResult
+    from vit_memory.training.sweep import Setting
 
 Points = Sequence[tuple[int, float]]  # step and value
-_COLOURS = ("#1f5fa8", "#c8501e", "#2e8b57", "#8b3fa0", "#b8860b", "#d1477a", "#3aa6a6", "#666666")
-_WIDE, _HIGH, _EDGE = 760, 360, 56
-_NAMED = 14  # settings that a legend has room for
+_NAME_ALL = 8  # up to so many settings, every line has its name; of more, the best of every method
+_MOST_NAMES = 14
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (7, 1.6, 1.2, 1.6)), (0, (2.6, 2.6)))
 
 
-def draw_curves(losses: Mapping[str, Points], scores: Mapping[str, Points], score: str) -> bytes:
-    """Two charts as PNG: the training loss and the validation score of every setting, which is called `score`."""
-    rows = min(len(losses), _NAMED)
-    image = Image.new("RGB", (2 * _WIDE, _HIGH + 2 * _EDGE + 20 * ((rows + 1) // 2)), "white")
-    pen = ImageDraw.Draw(image)
-    _chart(pen, 0, "training loss", losses, percent=False)
-    percent = score.endswith("accuracy")
-    _chart(pen, _WIDE, f"{score}, %" if percent else score, scores, percent=percent)
-    for i, name in enumerate(list(losses)[:_NAMED]):
-        left, top = _EDGE + (i % 2) * _WIDE, _HIGH + 2 * _EDGE - 8 + 20 * (i // 2)
-        pen.line((left, top + 7, left + 24, top + 7), fill=_COLOURS[i % len(_COLOURS)], width=3)
-        pen.text((left + 32, top), name, fill="#333333", font=_font(13))
-    written = io.BytesIO()
-    image.save(written, "PNG", optimize=True)
-    return written.getvalue()
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One setting's loss and validation score over the steps."""
+
+    method: str  # regime and memory size
+    learning_rate: float
+    variant: str  # weight decay, start and seed, where they are not the usual ones
+    losses: Points
+    scores: Points
+    best: bool = False
+    stopped_at: int | None = None  # the step at which it diverged
+
+    @property
+    def name(self) -> str:
+        """The whole setting in one line."""
+        return ", ".join(part for part in (self.method, f"rate {self.learning_rate:g}", self.variant) if part)
 
 
-def _chart(pen: ImageDraw.ImageDraw, left: int, title: str, lines: Mapping[str, Points], *, percent: bool) -> None:
-    scale = 100 if percent else 1
-    points = [point for line in lines.values() for point in line]
-    steps = [step for step, _ in points] or [1]
-    values = [scale * value for _, value in points] or [0.0]
-    first, last = 0, max(steps)
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a run's log.jsonl; a power cut may have left one incomplete."""
+    content = path.read_bytes() if path.exists() else b""
+    lines = []
+    for line in content.split(b"\n"):
+        try:
+            row = json.loads(line.decode())
+        except ValueError:  # no JSON, or no UTF-8
+            continue
+        if isinstance(row, dict) and {"step", "time", "losses", "metric", "scores"} <= row.keys():
+            lines.append(row)
+    return lines
+
+
+def read_curves(log: Path, result: "FitResult") -> list[Curve]:
+    """The curve of every setting, in their order. Of two lines of the log for one step, the later counts."""
+    rows = {line["step"]: line for line in read_log(log)}
+
+    def points(key: str, i: int) -> Points:
+        values = ((step, rows[step][key][i]) for step in sorted(rows))
+        return [(step, value) for step, value in values if value is not None and math.isfinite(value)]
+
+    return [
+        Curve(
+            method=_method(one.setting),
+            learning_rate=one.setting.learning_rate,
+            variant=_variant(one.setting),
+            losses=points("losses", i),
+            scores=points("scores", i),
+            best=one is result.best,
+            stopped_at=one.stopped_at,
+        )
+        for i, one in enumerate(result.settings)
+    ]
+
+
+def _method(setting: "Setting") -> str:
+    task = setting.task
+    cells = f"{task.cells} cell{'' if task.cells == 1 else 's'}" if task.cells else ""
+    return cells if cells and task.regime == "memory" else f"{task.regime} {cells}".strip()
+
+
+def _variant(setting: "Setting") -> str:
+    recipe = setting.task.record.recipe
+    parts = [f"decay {setting.weight_decay:g}"] if setting.weight_decay else []
+    if recipe.get("start") == "normal" and setting.task.class_token is not None:
+        parts.append("drawn token")
+    return ", ".join(parts + ([f"seed {recipe['task_seed']}"] if recipe.get("task_seed") else []))
+
+
+def draw_curves(curves: Sequence[Curve], metric: str) -> bytes:
+    """Two panels as PNG: the training loss and the validation `metric` of every setting."""
+    wide, high, left_margin = 11.6, 4.7, 0.75  # inches
+    names_width = 0.35 + 0.068 * max(map(len, _labels(curves)), default=0)
+    width = wide / 2 - left_margin - names_width
+    figure = new_figure(wide, high)
+    for i, score in enumerate((None, metric)):
+        axes = figure.add_axes(((i * wide / 2 + left_margin) / wide, 0.27, width / wide, 0.62))
+        draw_panel(axes, curves, score)
+    draw_rate_key(figure, curves, (left_margin / wide, 0.1))
+    lines = textwrap.wrap(caption(curves), 150)[:2]
+    figure.text(left_margin / wide, 0.075, "\n".join(lines), va="top", color=SOFT, fontsize=FONT_POINTS)
+    return as_png(figure)
+
+
+def curve_figure(curves: Sequence[Curve], metric: str | None) -> "Figure":
+    """One panel as a figure of its own, for a page: the validation `metric`, or without one the training loss."""
+    wide, high = 4.9, 3.3
+    names_width = 0.3 + 0.068 * max(map(len, _labels(curves)), default=0)
+    figure = new_figure(wide, high)
+    axes = figure.add_axes((0.62 / wide, 0.15, (wide - 0.62 - names_width) / wide, 0.73))
+    draw_panel(axes, curves, metric)
+    return figure
+
+
+def draw_panel(axes: "Axes", curves: Sequence[Curve], metric: str | None) -> None:
+    """The validation `metric` of every setting on the axes, or without a metric the training loss."""
+    percent = metric is not None and metric.endswith("accuracy")
+    title = "Training loss" if metric is None else f"Validation {metric}"
+    style_axes(axes, x_label="optimiser step", y_label="", title=title + (", %" if percent else ""))
+    lines = [_scaled(curve.losses if metric is None else curve.scores, 100 if percent else 1) for curve in curves]
+    _set_limits(axes, curves, lines, metric)
+    top = axes.get_ylim()[1]
+    for curve, line, look in zip(curves, lines, _line_styles(curves), strict=True):
+        if not line:
+            continue
+        steps, values = [step for step, _ in line], [value for _, value in line]
+        if curve.stopped_at is not None:
+            values = [min(value, top) for value in values]
+            cross: dict[str, Any] = {"markersize": 8, "markeredgewidth": 2, "clip_on": False, "zorder": 5}
+            axes.plot(steps[-1], values[-1], "x", color=look["color"], **cross)
+        marker = "o" if len(line) <= 12 else ""
+        axes.plot(steps, values, marker=marker, markersize=4.6 if curve.best else 3.2, **look)
+    _name_lines(axes, curves, lines)
+
+
+def caption(curves: Sequence[Curve]) -> str:
+    """Which setting is best, and which diverged."""
+    best = [f"Best, in bold: {curve.name}." for curve in curves if curve.best]
+    diverged = [f"{curve.name} (step {curve.stopped_at})" for curve in curves if curve.stopped_at is not None]
+    more = f" and {len(diverged) - 3} more" if len(diverged) > 3 else ""
+    return " ".join(best + ([f"Diverged (×): {'; '.join(diverged[:3])}{more}."] if diverged else []))
+
+
+def draw_rate_key(figure: "Figure", curves: Sequence[Curve], place: tuple[float, float]) -> None:
+    """One row: the line style of every learning rate, where lines do not carry their rate at their end."""
+    from matplotlib.lines import Line2D  # noqa: PLC0415
+
+    rates = _rates(curves)
+    if len(rates) < 2 or len(curves) <= _NAME_ALL:
+        return
+    handles = [Line2D([], [], color=SOFT, linestyle=_DASHES[i % len(_DASHES)]) for i in range(len(rates))]
+    names = [f"rate {rate:g}" for rate in rates]
+    key = figure.legend(
+        handles, names, loc="lower left", bbox_to_anchor=place, ncols=min(8, len(names)), frameon=False,
+        fontsize=FONT_POINTS, handlelength=2.6, borderpad=0, borderaxespad=0, columnspacing=1.6, labelcolor=SOFT,
+    )  # fmt: skip
+    key.set_in_layout(False)
+
+
+def _scaled(points: Points, factor: float) -> list[tuple[int, float]]:
+    return [(step, factor * value) for step, value in points]
+
+
+def _rates(curves: Sequence[Curve]) -> list[float]:
+    """From the highest, which is drawn solid."""
+    return sorted({curve.learning_rate for curve in curves}, reverse=True)
+
+
+def _line_styles(curves: Sequence[Curve]) -> list[dict[str, Any]]:
+    """How every line is drawn: colour by method, dashes and shade by learning rate, the best one bold."""
+    methods, rates = list(dict.fromkeys(curve.method for curve in curves)), _rates(curves)
+    many = len(curves) > _NAME_ALL
+    styles = []
+    for curve in curves:
+        rank = rates.index(curve.learning_rate)
+        shade = 1 - 0.55 * rank / max(1, len(rates) - 1)
+        styles.append(
+            {
+                "color": COLOURS[methods.index(curve.method) % len(COLOURS)],
+                "linestyle": _DASHES[rank % len(_DASHES)],
+                "alpha": 1.0 if curve.best else shade * (0.6 if many else 1),
+                "linewidth": 3.2 if curve.best else 1.1 if many else 1.6,
+                "zorder": 4 if curve.best else 3,
+                "solid_capstyle": "round",
+            }
+        )
+    return styles
+
+
+def _set_limits(axes: "Axes", curves: Sequence[Curve], lines: Sequence[Points], metric: str | None) -> None:
+    """Limits that fit the settings that did not diverge: a diverging loss would flatten all others."""
+    living = [line for curve, line in zip(curves, lines, strict=True) if curve.stopped_at is None and line]
+    points = [point for line in living or lines for point in line]
+    values = [value for _, value in points] or [0.0, 1.0]
     low, high = min(values), max(values)
-    room = max((high - low) * 0.05, 1e-3)
-    low, high = low - room if low < 0 else max(0.0, low - room), high + room
-
-    def place(step: float, value: float) -> tuple[float, float]:
-        across = (step - first) / max(1, last - first)
-        up = (value - low) / (high - low)
-        return left + _EDGE + across * (_WIDE - 2 * _EDGE), _EDGE + (1 - up) * _HIGH
-
-    pen.text((left + _EDGE, 18), title, fill="#111111", font=_font(16))
-    for i in range(5):
-        value, step = low + (high - low) * i / 4, round(last * i / 4)
-        y, x = place(0, value)[1], place(step, low)[0]
-        pen.line((left + _EDGE, y, left + _WIDE - _EDGE, y), fill="#e3e3e3")
-        pen.text((left + _EDGE - 6, y), f"{value:.3g}", fill="#555555", font=_font(12), anchor="rm")
-        pen.text((x, _EDGE + _HIGH + 6), str(step), fill="#555555", font=_font(12), anchor="mt")
-    for i, line in enumerate(lines.values()):
-        colour = _COLOURS[i % len(_COLOURS)]
-        path = [place(step, scale * value) for step, value in line]
-        if len(path) > 1:
-            pen.line(path, fill=colour, width=2, joint="curve")
-        for x, y in path:
-            pen.ellipse((x - 2.5, y - 2.5, x + 2.5, y + 2.5), fill=colour)
+    if metric == "R²" and high > 0:
+        low = max(low, -0.5)  # the first evaluations can be far below zero
+    space = max(0.06 * (high - low), (0.1 * max(abs(low), abs(high)) - (high - low)) / 2) or 0.5
+    axes.set_ylim(max(low - space, 0.0) if low >= 0 else low - space, high + space)
+    axes.set_xlim(0, 1.01 * max((step for line in lines for step, _ in line), default=1))
 
 
-@cache
-def _font(points: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(points)
+def _labels(curves: Sequence[Curve]) -> list[str]:
+    """A short name for every curve, of the parts in which they differ; empty where a line gets no name."""
+    many = len(curves) > _NAME_ALL
+    parts = [
+        (curve.method, f"rate {curve.learning_rate:g}" if not many or curve.best else "", curve.variant)
+        for curve in curves
+    ]
+    differ = [len({part[i] for part in parts}) > 1 for i in range(3)]
+    differ[0] |= not any(differ)
+    if many:
+        differ = [True, True, False]
+    named = _named(curves)
+    return [
+        ", ".join(text for text, shown in zip(part, differ, strict=True) if shown and text) if i in named else ""
+        for i, part in enumerate(parts)
+    ]
+
+
+def _named(curves: Sequence[Curve]) -> set[int]:
+    """Which curves are named at their ends: all of a few, of many the best of every method."""
+    living = [i for i, curve in enumerate(curves) if curve.stopped_at is None and curve.scores]
+    if len(curves) <= _NAME_ALL:
+        return set(living)
+    ranked = sorted(living, key=lambda i: (curves[i].best, curves[i].scores[-1][1]), reverse=True)
+    first: dict[str, int] = {}
+    for i in ranked:
+        first.setdefault(curves[i].method, i)
+    return set(list(first.values())[:_MOST_NAMES])
+
+
+def _name_lines(axes: "Axes", curves: Sequence[Curve], lines: Sequence[Points]) -> None:
+    """Names beside the ends of the lines, moved apart where they would overlap."""
+    labels, styles = _labels(curves), _line_styles(curves)
+    chosen = sorted((i for i, label in enumerate(labels) if label and lines[i]), key=lambda i: lines[i][-1][1])
+    if not chosen:
+        return
+    height = 72 / axes.figure.dpi * axes.get_window_extent().height  # points
+    low, high = axes.get_ylim()
+    ends = [height * (min(max(lines[i][-1][1], low), high) - low) / (high - low) for i in chosen]
+    for i, end, place in zip(chosen, ends, spread(ends, 1.3 * FONT_POINTS, height), strict=True):
+        step, value = lines[i][-1]
+        axes.annotate(
+            labels[i],
+            xy=(step, min(max(value, low), high)),
+            xytext=(14, place - end),
+            textcoords="offset points",
+            va="center",
+            color=INK,
+            fontsize=FONT_POINTS,
+            fontweight="bold" if curves[i].best else "normal",
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-", "color": styles[i]["color"], "linewidth": 0.9, "shrinkA": 1, "shrinkB": 3,
+                "relpos": (0, 0.5),
+            },
+        )  # fmt: skip
+
+
+def spread(places: Sequence[float], gap: float, height: float) -> list[float]:
+    """Ascending places moved as little as needed to be `gap` apart, centred where they meet, inside 0 to `height`."""
+    groups: list[tuple[float, int]] = []  # centre and size of places that touch
+    for place in places:
+        centre, size = place, 1
+        while groups and centre - groups[-1][0] < gap * (size + groups[-1][1]) / 2:
+            other, count = groups.pop()
+            centre, size = (centre * size + other * count) / (size + count), size + count
+        groups.append((centre, size))
+    moved = [centre + gap * (i - (size - 1) / 2) for centre, size in groups for i in range(size)]
+    last = len(moved) - 1
+    return [max(min(place, height - gap * (last - i)), gap * i) for i, place in enumerate(moved)]

@@ -8,12 +8,13 @@ settings.json                every setting with its validation score
 bad-images.tsv               images that were left out, with the reason (if there are any)
 <name>.safetensors           the best setting's task, written last
 <name>.backbone.safetensors  regime `full` only: the trained backbone, by the library's names
+report.html                  the best task's scores, mistakes and pictures; written by the command (vit_memory.report)
 """
 
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from vit_memory.files.taskfile import save_task
 from vit_memory.task import Task
 from vit_memory.training.cache import Storage
 from vit_memory.training.callbacks import Callbacks, Progress
-from vit_memory.training.curves import draw_curves
+from vit_memory.training.curves import draw_curves, read_curves, read_log
 from vit_memory.training.events import write_events
 from vit_memory.training.grid import Grid
 from vit_memory.training.loop import fit
@@ -101,7 +102,7 @@ def train_run(
         if result.bad_images:
             result.bad_images.write(folder / "bad-images.tsv")
         _write_json(folder / "settings.json", [_row(r, result.metric) for r in result.settings])
-        log.draw([r.setting.name for r in result.settings])
+        _draw_curves(folder, log.path, result)
         _save_best(folder, plan.name, result, {"data": dataset.record(), "per_class": plan.per_class})
     ranks.barrier()
     return result
@@ -173,38 +174,16 @@ class _Log:
                 line = line if file.read(1) == b"\n" else b"\n" + line
             file.write(line)  # mode a: always at the end of the file
 
-    def draw(self, names: Sequence[str]) -> None:
-        """Curves of every setting, as a picture and for TensorBoard."""
-        lines = self._read()
-        if not lines:
-            return
-        rows = {line["step"]: line for line in lines}  # the later of two
-        drawn: dict[str, dict[str, list[tuple[int, float]]]] = {}
-        for key in ("losses", "scores"):
-            drawn[key] = {
-                name: [(step, rows[step][key][i]) for step in sorted(rows) if rows[step][key][i] is not None]
-                for i, name in enumerate(names)
-            }
-        score = f"validation {lines[0]['metric']}"
-        write_atomic(self.folder / "curves.png", [draw_curves(drawn["losses"], drawn["scores"], score)])
-        tags = {"losses": "loss", "scores": score}
-        for i, name in enumerate(names):
-            scalars = {tag: drawn[key][name] for key, tag in tags.items()}
-            place = name.replace(", ", "_").replace(" ", "_")
-            write_events(self.folder / "tensorboard" / place, str(i), lines[0]["time"], scalars)
 
-    def _read(self) -> list[dict[str, Any]]:
-        """The complete lines."""
-        content = self.path.read_bytes() if self.path.exists() else b""
-        rows = []
-        for line in content.split(b"\n"):
-            try:
-                row = json.loads(line.decode())
-            except ValueError:  # not JSON, or not UTF-8
-                continue
-            if isinstance(row, dict) and {"step", "time", "losses", "metric", "scores"} <= row.keys():
-                rows.append(row)
-        return rows
+def _draw_curves(folder: Path, log: Path, result: FitResult) -> None:
+    """The curves of every setting, as a picture and for TensorBoard."""
+    lines = read_log(log)
+    curves = read_curves(log, result)
+    write_atomic(folder / "curves.png", [draw_curves(curves, result.metric)])
+    for i, (curve, one) in enumerate(zip(curves, result.settings, strict=True)):
+        setting = one.setting.name.replace(", ", "_").replace(" ", "_")
+        scalars = {"loss": curve.losses, f"validation {result.metric}": curve.scores}
+        write_events(folder / "tensorboard" / setting, str(i), lines[0]["time"] if lines else 0.0, scalars)
 
 
 def _read_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""report_run: the report of a training, written into its folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from vit_memory.backbone import Backbone
+from vit_memory.data.loading import BadImages
+from vit_memory.data.sources import Dataset
+from vit_memory.evaluation.inference import Evaluated, evaluate
+from vit_memory.evaluation.models import Model
+from vit_memory.model import MemoryViT
+from vit_memory.report.page import About, ScoredSplit, write_report
+from vit_memory.report.training import TrainingResult
+from vit_memory.standalone import StandaloneModel
+from vit_memory.task import COMPOSABLE, Task
+from vit_memory.training.curves import read_curves
+from vit_memory.training.options import TrainingOptions
+from vit_memory.training.results import FitResult
+
+REPORT = "report.html"
+
+
+def report_split(dataset: Dataset) -> str:
+    """The split that a run is reported on: test if there is one, else validation."""
+    return "test" if dataset.test is not None and len(dataset.test) else "validation"
+
+
+def report_run(
+    folder: Path,
+    backbone: Backbone,
+    dataset: Dataset,
+    result: FitResult,
+    *,
+    parents: Sequence[Task] = (),
+    options: TrainingOptions | None = None,
+    command: str | None = None,
+) -> Evaluated:
+    """Score the best task of a training and write report.html into its folder; returns the task with its scores."""
+    name, task = report_split(dataset), result.best.task
+    split = dataset.splits[name]
+    model = _model(backbone, result, parents)
+    options = options or TrainingOptions()
+    bad = BadImages(dict(result.bad_images.reasons))
+    scored = evaluate(
+        model,
+        split,
+        dataset.labels,
+        [task.name],
+        workers=options.workers,
+        threads=options.threads,
+        skipped=bad if options.on_bad_image == "skip" else None,
+    )
+    about = About(dataset.source, name, _note(dataset, name), name == "test", command, bad.reasons)
+    training = TrainingResult(result, read_curves(folder / "log.jsonl", result))
+    write_report(folder / REPORT, model, [ScoredSplit(split, scored)], about, training)
+    return scored[task.name]
+
+
+def _model(backbone: Backbone, result: FitResult, parents: Sequence[Task]) -> Model:
+    best = result.best
+    if best.task.regime in COMPOSABLE:
+        return MemoryViT(backbone, [*parents, best.task])
+    return StandaloneModel(best.backbone or backbone, best.task)
+
+
+def _note(dataset: Dataset, name: str) -> str:
+    images, origin = len(dataset.splits[name]), dataset.origin[name]
+    if name == "test":
+        return (
+            f"Scored on the test split ({images} images; {origin}). These images took no part in training or in the "
+            f"choice of the setting."
+        )
+    chosen = "the setting and the thresholds" if dataset.kind == "multi-label" else "the setting"
+    return (
+        f"There is no test split, so these figures are of the validation split ({images} images; {origin}). The same "
+        f"images also chose {chosen}: expect somewhat lower figures on new images."
+    )
