@@ -90,7 +90,7 @@ def stop_after(groups):
     return stop
 
 
-def test_a_store_that_was_cut_off_is_continued_to_the_same_bits(backbone, tmp_path, monkeypatch):  # noqa: F811
+def test_a_store_that_was_interrupted_is_continued_to_the_same_bits(backbone, tmp_path, monkeypatch):  # noqa: F811
     whole = store(backbone, tmp_path / "whole").open(disk=True)
     whole.fill()
     with pytest.raises(TrainingStopped):
@@ -118,7 +118,7 @@ def test_a_training_that_waits_for_another_to_fill_a_store_can_be_stopped(backbo
 
 
 @pytest.mark.parametrize("name", ["trunks.bin", "features.bin", "done.bin"])
-def test_a_store_whose_file_is_short_or_gone_is_begun_anew(backbone, tmp_path, name):  # noqa: F811
+def test_a_store_whose_file_is_short_or_missing_starts_empty(backbone, tmp_path, name):  # noqa: F811
     kept = store(backbone, tmp_path).open(disk=True)
     kept.fill()
     before = content(kept)
@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers_and_auto_goes_elsewhere(t
     assert "limit of all stores: 8.0 GB" in caplog.text
 
 
-def test_bad_images_are_left_out_of_a_store_and_told_each_time(backbone, tmp_path):  # noqa: F811
+def test_bad_images_are_left_out_of_a_store_and_reported_each_time(backbone, tmp_path):  # noqa: F811
     pixels = np.random.default_rng(0).random((12, 32, 32, 3)).astype(np.float32)
     pixels[5, 0, 0, 0] = np.nan
     split = Split.of(ImageArray.whole("noise", pixels), np.arange(12) % 3)
@@ -296,7 +296,7 @@ def test_values_beyond_range_stay_finite_and_others_as_they_are(backbone, monkey
     assert (kept.tensors.trunks[~ordinary].double().abs() >= 60_000).all()
 
 
-def test_a_store_says_what_it_is(backbone, tmp_path):  # noqa: F811
+def test_a_store_describes_itself_in_its_folder(backbone, tmp_path):  # noqa: F811
     kept = store(backbone, tmp_path).open(disk=True)
     about = json.loads((kept.folder / "store.json").read_text())
     assert (about["images"], about["views"], about["kept_in"]) == (20, 2, "torch.float16")

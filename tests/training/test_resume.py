@@ -76,7 +76,7 @@ def test_a_checkpoint_of_another_training_or_a_damaged_one_is_refused(backbone, 
     path.write_bytes(content)
     with pytest.raises(DamagedFile):
         run(backbone, path, resume=True)
-    assert run(backbone, path).best.score is not None  # begun anew, it is simply replaced
+    assert run(backbone, path).best.score is not None  # without resume, it is replaced
 
 
 def test_a_full_disk_during_a_checkpoint_leaves_the_last_good_one(backbone, tmp_path, monkeypatch):  # noqa: F811

@@ -54,9 +54,9 @@ def last_used(kept, days_ago):
 
 
 def cache_command(*words):
-    said = CliRunner().invoke(app, ["cache", *map(str, words)])
-    assert said.exit_code == 0, (said.output, said.exception)
-    return said.output
+    result = CliRunner().invoke(app, ["cache", *map(str, words)])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
 
 
 def test_a_new_store_takes_the_place_of_the_least_recently_used(backbone, tmp_path):  # noqa: F811
@@ -119,9 +119,9 @@ def test_a_store_in_use_stays_until_its_user_ends_even_by_a_kill(backbone, tmp_p
         assert train(backbone, Cache(folder=tmp_path, limit=limit), seed=5).storage == "off"
         assert "nothing is stored: there is no room for" in caplog.text
         assert f"in use by process {user.pid}" in cache_command("list", "--cache-dir", tmp_path)
-        said = cache_command("clear", "--cache-dir", tmp_path)
-        assert f"kept {used[:8]}" in said
-        assert f": in use by process {user.pid}\n" in said
+        output = cache_command("clear", "--cache-dir", tmp_path)
+        assert f"kept {used[:8]}" in output
+        assert f": in use by process {user.pid}\n" in output
         assert names(tmp_path) == {used}
         user.send_signal(signal.SIGKILL)
     (info,) = list_stores(tmp_path)
@@ -154,14 +154,14 @@ def test_clear_removes_what_was_not_used_for_so_many_days_and_nothing_else(backb
     for folder in strangers:
         folder.mkdir()
         (folder / "photo.jpg").write_bytes(b"mine")
-    said = cache_command("clear", "--older-than", "7", "--dry-run", "--cache-dir", tmp_path)
-    assert f"would remove {old.folder.name[:8]}, 20 images × 2 views by" in said
-    assert f"kept {new.folder.name[:8]}, 20 images × 2 views by" in said
-    assert "would free" in said
+    output = cache_command("clear", "--older-than", "7", "--dry-run", "--cache-dir", tmp_path)
+    assert f"would remove {old.folder.name[:8]}, 20 images × 2 views by" in output
+    assert f"kept {new.folder.name[:8]}, 20 images × 2 views by" in output
+    assert "would free" in output
     assert names(tmp_path) == {old.folder.name, new.folder.name}
-    said = cache_command("clear", "--older-than", "7", "--cache-dir", tmp_path)
-    assert f"removed {old.folder.name[:8]}" in said
-    assert said.endswith(" from 1 store; 1 store kept\n")
+    output = cache_command("clear", "--older-than", "7", "--cache-dir", tmp_path)
+    assert f"removed {old.folder.name[:8]}" in output
+    assert output.endswith(" from 1 store; 1 store kept\n")
     assert names(tmp_path) == {new.folder.name}
     new.open(disk=True).close()
     last_used(new, 10)
@@ -175,7 +175,7 @@ def test_clear_removes_what_was_not_used_for_so_many_days_and_nothing_else(backb
     assert [path.name for path in strangers[0].iterdir()] == ["photo.jpg"]  # not even a lock is left there
 
 
-def test_list_says_what_each_store_holds_and_how_much_of_it(backbone, tmp_path):  # noqa: F811
+def test_list_shows_what_each_store_holds_and_how_much_of_it(backbone, tmp_path):  # noqa: F811
     whole, cut = filled(backbone, tmp_path, seed=1), store(backbone, tmp_path, seed=2, views=3).open(disk=True)
     cut.close()
     damaged = filled(backbone, tmp_path, seed=3)
@@ -198,7 +198,7 @@ def test_list_says_what_each_store_holds_and_how_much_of_it(backbone, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_a_store_whose_removal_was_cut_off_is_no_store_and_goes_next_time(backbone, tmp_path, monkeypatch):  # noqa: F811
+def test_a_store_whose_removal_was_interrupted_is_not_listed_and_is_removed_next_time(backbone, tmp_path, monkeypatch):  # noqa: F811
     kept = filled(backbone, tmp_path)
     before = content(kept)
 
@@ -233,7 +233,7 @@ place, opened = Path({place!r}), Path.open
 
 def slow_open(path, mode="r", *rest, **options):
     if path.suffix == ".bin" and mode == "wb":
-        time.sleep(int(number) / 10)  # whoever makes files after another has begun to use them does harm
+        time.sleep(int(number) / 10)  # creating files that another process uses already would do harm
     return opened(path, mode, *rest, **options)
 
 def all_are(what):
@@ -263,11 +263,11 @@ def test_processes_that_start_on_one_store_at_once_share_it(backbone, tmp_path):
         subprocess.Popen([sys.executable, "-c", program, str(i)], stderr=subprocess.PIPE, text=True) for i in range(3)
     ]
     try:
-        said = [process.communicate(timeout=240)[1] for process in started]
+        errors = [process.communicate(timeout=240)[1] for process in started]
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0, 0, 0], said
+    assert [process.returncode for process in started] == [0, 0, 0], errors
     for turn in range(3):
         alone = filled(backbone, tmp_path / "alone", seed=turn)
         shared = store(backbone, tmp_path, seed=turn).open(disk=True)
@@ -286,7 +286,7 @@ def test_sizes_are_read_as_people_write_them(text, count):
 
 
 @pytest.mark.parametrize("text", ["20", "GB", "-1GB", "20 gigabytes", "", "1e9B"])
-def test_what_is_no_size_is_refused_at_the_command_line(text):
-    said = CliRunner().invoke(app, ["train", "photos", "--name", "birds", "--cache-limit", text])
-    assert said.exit_code == 2
-    assert "such as 20GB or 500MB" in said.output
+def test_a_text_that_is_not_a_size_is_refused_at_the_command_line(text):
+    result = CliRunner().invoke(app, ["train", "photos", "--name", "birds", "--cache-limit", text])
+    assert result.exit_code == 2
+    assert "such as 20GB or 500MB" in result.output
