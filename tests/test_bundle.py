@@ -1,4 +1,4 @@
-"""Bundles: tasks trained apart put side by side, kept whole, and refused when they do not fit."""
+"""Bundles: tasks of one backbone in a folder, whole or absent, refused if they do not fit together."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def diamond(tmp_path):
     return Bundle.create(tmp_path / "bundle", backbone, pinned_diamond(backbone))
 
 
-def test_a_bundle_answers_as_the_tasks_it_was_made_from(diamond):
+def test_a_bundle_gives_the_outputs_of_its_tasks(diamond):
     backbone = tiny_backbone()
     direct = MemoryViT(backbone, pinned_diamond(backbone))(images())
     bundled = Bundle.open(diamond.folder).model(backbone)(images())
@@ -60,8 +60,8 @@ def test_concatenating_separately_trained_tasks_is_adding_their_files(tmp_path):
     backbone = tiny_backbone()
     for task in (trained(backbone, "birds"), trained(backbone, "boats", cells=2)):
         save_task(task, tmp_path / f"{task.name}.safetensors")
-    made = run("bundle", "create", tmp_path / "both", tmp_path / "birds.safetensors")
-    assert made.exit_code == 0, made.output
+    created = run("bundle", "create", tmp_path / "both", tmp_path / "birds.safetensors")
+    assert created.exit_code == 0, created.output
     added = run("bundle", "add", tmp_path / "both", tmp_path / "boats.safetensors")
     assert added.exit_code == 0, added.output
     assert "added boats" in added.stdout
@@ -74,7 +74,7 @@ def test_concatenating_separately_trained_tasks_is_adding_their_files(tmp_path):
     assert run("bundle", "check", tmp_path / "both").exit_code == 0
 
 
-def test_the_whole_way_through_the_commands_with_a_backbone_folder(tmp_path):
+def test_create_add_check_and_inspect_work_with_a_backbone_folder(tmp_path):
     library_model("vit")[1].save_pretrained(tmp_path / "vit")
     assert run("bundle", "create", tmp_path / "b", "--backbone", tmp_path / "vit").exit_code == 0
     save_task(trained(tiny_backbone(), "birds"), tmp_path / "birds.safetensors")
@@ -83,12 +83,12 @@ def test_the_whole_way_through_the_commands_with_a_backbone_folder(tmp_path):
     assert list(Bundle.from_pretrained(tmp_path / "b").model()(images())) == ["birds"], "the reference is enough"
     shown = run("inspect", tmp_path / "birds.safetensors", tmp_path / "b" / "tasks" / "birds.safetensors")
     assert shown.stdout.count("5 cells in each of 3 blocks") == 2
-    told = json.loads(run("inspect", tmp_path / "birds.safetensors", "--json").stdout)
-    assert told[0]["backbone"]["fingerprint"] == tiny_backbone().fingerprint
+    tasks = json.loads(run("inspect", tmp_path / "birds.safetensors", "--json").stdout)
+    assert tasks[0]["backbone"]["fingerprint"] == tiny_backbone().fingerprint
     assert run("bundle", "create", tmp_path / "none").exit_code == 2
 
 
-def test_a_task_brings_its_parents_along_or_says_which_are_missing(tmp_path, diamond):
+def test_parents_are_added_with_a_task_or_named_if_missing(tmp_path, diamond):
     folder = tmp_path / "files"
     for task in diamond.tasks():
         save_task(task, folder / f"{task.name}.safetensors")
@@ -99,7 +99,7 @@ def test_a_task_brings_its_parents_along_or_says_which_are_missing(tmp_path, dia
     result = CliRunner().invoke(app, ["bundle", "create", str(tmp_path / "other"), str(folder / "bottom.safetensors")])
     assert isinstance(result.exception, GraphError)
     assert "task 'bottom' extends 'right', which is neither given nor beside it" in str(result.exception)
-    assert list(tmp_path.iterdir()) == before, "nothing half-made is left"
+    assert list(tmp_path.iterdir()) == before, "nothing is left"
 
 
 def test_a_task_of_another_backbone_is_refused_with_both_fingerprints(diamond):
@@ -138,7 +138,7 @@ def test_a_retrained_parent_is_not_mistaken_for_the_one_a_task_was_trained_on(tm
     assert not (tmp_path / "bundle").exists()
 
 
-def test_removing_takes_the_file_too(diamond):
+def test_removing_a_task_deletes_its_file(diamond):
     after = diamond.remove(["bottom", "left"])
     assert [entry.name for entry in Bundle.open(diamond.folder).entries] == ["top", "right"]
     assert sorted(path.name for path in (diamond.folder / "tasks").iterdir()) == [
@@ -149,12 +149,12 @@ def test_removing_takes_the_file_too(diamond):
 
 
 def test_a_crash_between_file_and_manifest_leaves_the_old_bundle(diamond, monkeypatch):
-    honest = manifest.write_atomic
+    write_atomic = manifest.write_atomic
 
     def crash(path, chunks):
         if path.name == "bundle.json":
             raise KeyboardInterrupt
-        honest(path, chunks)
+        write_atomic(path, chunks)
 
     monkeypatch.setattr(manifest, "write_atomic", crash)
     with pytest.raises(KeyboardInterrupt):
@@ -172,12 +172,12 @@ def test_save_pretrained_and_from_pretrained_keep_every_byte(diamond, tmp_path):
     assert copied.task("late").memory.dtype == torch.float16
 
 
-def test_no_file_of_a_bundle_is_written_over(tmp_path):
+def test_no_file_of_a_bundle_is_overwritten(tmp_path):
     backbone = tiny_backbone()
     bundle = Bundle.create(tmp_path / "bundle", backbone, [trained(backbone, "first")])
     tasks = bundle.folder / "tasks"
     (tasks / "first.safetensors").rename(tasks / "a.safetensors")
-    edited(bundle, lambda told: told["tasks"][0].update(file="a.safetensors"))
+    edited(bundle, lambda content: content["tasks"][0].update(file="a.safetensors"))
     bundle = Bundle.open(bundle.folder).add([trained(backbone, name) for name in ("a", "a.1", "A")])
     assert list(bundle.check()) == ["first", "a", "a.1", "A"]
     assert len({entry.file.casefold() for entry in bundle.entries}) == 4
@@ -190,17 +190,17 @@ def test_a_bundle_keeps_the_precision_of_the_files_it_is_given(tmp_path):
     assert run("bundle", "create", tmp_path / "kept", tmp_path / "half.safetensors").exit_code == 0
     assert run("bundle", "add", tmp_path / "kept", tmp_path / "full.safetensors").exit_code == 0
     for name in ("half", "full"):
-        given = (tmp_path / f"{name}.safetensors").read_bytes()
-        assert (tmp_path / "kept" / "tasks" / f"{name}.safetensors").read_bytes() == given
+        original = (tmp_path / f"{name}.safetensors").read_bytes()
+        assert (tmp_path / "kept" / "tasks" / f"{name}.safetensors").read_bytes() == original
     assert run("bundle", "create", tmp_path / "small", tmp_path / "full.safetensors", "--half").exit_code == 0
     assert Bundle.open(tmp_path / "small").task("full").memory.dtype == torch.float16
 
 
 def test_a_file_that_changes_while_a_bundle_is_copied_is_not_copied(diamond, tmp_path, monkeypatch):
-    honest = Bundle.check
+    check = Bundle.check
 
     def changed_meanwhile(bundle):
-        graph = honest(bundle)
+        graph = check(bundle)
         left, right = (bundle.folder / "tasks" / f"{name}.safetensors" for name in ("left", "right"))
         left.write_bytes(right.read_bytes())
         return graph
@@ -213,9 +213,9 @@ def test_a_file_that_changes_while_a_bundle_is_copied_is_not_copied(diamond, tmp
 
 def edited(bundle, change):
     manifest = bundle.folder / "bundle.json"
-    told = json.loads(manifest.read_text())
-    changed = change(told)
-    manifest.write_text(json.dumps(told if changed is None else changed))
+    content = json.loads(manifest.read_text())
+    changed = change(content)
+    manifest.write_text(json.dumps(content if changed is None else changed))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_forged_manifest_is_refused(diamond, change, error, message):
         Bundle.open(diamond.folder)
 
 
-def test_files_that_were_swapped_or_damaged_are_found(diamond):
+def test_files_that_were_swapped_or_damaged_are_refused(diamond):
     left, right = (diamond.folder / "tasks" / f"{name}.safetensors" for name in ("left", "right"))
     whole = left.read_bytes()
     left.write_bytes(right.read_bytes())
@@ -269,8 +269,8 @@ def test_graph_shapes_survive_a_bundle(tmp_path):
     backbone = tiny_backbone()
     for name, tasks in graph_shapes(backbone).items():
         bundle = Bundle.create(tmp_path / name, backbone, tasks)
-        here, there = MemoryViT(backbone, tasks)(images()), bundle.model(backbone)(images())
-        assert all(torch.equal(here[task], there[task]) for task in here)
+        expected, loaded = MemoryViT(backbone, tasks)(images()), bundle.model(backbone)(images())
+        assert all(torch.equal(expected[task], loaded[task]) for task in expected)
 
 
 INTERRUPTED = """
@@ -283,7 +283,7 @@ from builders import tiny_backbone, trained
 from vit_memory import Bundle
 from vit_memory.files import bundle, container, manifest
 
-root, backbone, honest = Path(sys.argv[1]), tiny_backbone(), manifest.write_atomic
+root, backbone, write_atomic = Path(sys.argv[1]), tiny_backbone(), manifest.write_atomic
 tasks = [trained(backbone, name) for name in ("a", "b", "c")]
 source = Bundle.create(root / "source", backbone, tasks)
 WAYS = {{
@@ -296,7 +296,7 @@ def run(way, folder, writes):
     def write(path, chunks, left=iter(range(writes))):
         if next(left, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
-        honest(path, chunks)
+        write_atomic(path, chunks)
 
     for module in (bundle, container, manifest):
         module.write_atomic = write
@@ -349,5 +349,5 @@ def test_a_bundle_is_created_in_an_empty_folder_in_use(tmp_path, monkeypatch):
 
 def test_task_files_without_a_manifest_are_explained(diamond):
     (diamond.folder / "bundle.json").unlink()
-    with pytest.raises(FileError, match="it has no bundle.json. Its tasks/ may be left of an interrupted copy"):
+    with pytest.raises(FileError, match="it has no bundle.json. Its tasks/ may be left from an interrupted command"):
         Bundle.open(diamond.folder)

@@ -1,4 +1,4 @@
-"""vit-memory verify: what it prints, what it gives, and that it can fail."""
+"""vit-memory verify: table, JSON, and exit codes."""
 
 import json
 
@@ -36,16 +36,16 @@ def test_all_families_are_reported_as_json():
     pytest.importorskip("timm", reason="timm is not installed")
     result = run("--all-families", "--json", "--graphs", "1", "--tasks", "4")
     assert result.exit_code == 0, result.output
-    verdicts = json.loads(result.stdout)
-    assert set(FAMILIES) <= {verdict["family"] for verdict in verdicts}
+    results = json.loads(result.stdout)
+    assert set(FAMILIES) <= {result_of_family["family"] for result_of_family in results}
     keys = {"family", "base_identical", "worst_interference", "worst_reference_difference"}
-    assert all(set(verdict) == keys for verdict in verdicts)
-    assert all(verdict["base_identical"] is True for verdict in verdicts)
-    assert all(0 < verdict["worst_interference"] <= 1e-5 for verdict in verdicts)
-    assert all(0 < verdict["worst_reference_difference"] <= 1e-5 for verdict in verdicts)
+    assert all(set(result_of_family) == keys for result_of_family in results)
+    assert all(result_of_family["base_identical"] is True for result_of_family in results)
+    assert all(0 < result_of_family["worst_interference"] <= 1e-5 for result_of_family in results)
+    assert all(0 < result_of_family["worst_reference_difference"] <= 1e-5 for result_of_family in results)
 
 
-def test_a_folder_is_verified_and_told_in_words(tmp_path):
+def test_a_backbone_folder_is_verified(tmp_path):
     library_model("vit")[1].save_pretrained(tmp_path)
     result = run(str(tmp_path), "--graphs", "1")
     assert result.exit_code == 0, result.output
@@ -60,22 +60,18 @@ def test_half_precision_is_verified_at_its_own_rounding(tmp_path):
 
 def test_a_broken_promise_is_exit_code_1(tmp_path, monkeypatch):
     library_model("vit")[1].save_pretrained(tmp_path)
-    honest = fused.attend_readers
+    attend_readers = fused.attend_readers
 
-    def mixes_tasks(*arguments):
-        read = honest(*arguments)
+    def mix_tasks(*arguments):
+        read = attend_readers(*arguments)
         return read.mean(1, keepdim=True).expand_as(read)
 
-    monkeypatch.setattr(
-        fused,
-        "attend_readers",
-        lambda *arguments: honest(*arguments).mean(1, keepdim=True).expand_as(honest(*arguments)),
-    )
+    monkeypatch.setattr(fused, "attend_readers", mix_tasks)
     result = run(str(tmp_path), "--graphs", "1", "--json")
     assert result.exit_code == 1
-    (verdict,) = json.loads(result.stdout)
-    assert verdict["base_identical"] is True
-    assert verdict["worst_interference"] > 1e-3
+    (result_of_family,) = json.loads(result.stdout)
+    assert result_of_family["base_identical"] is True
+    assert result_of_family["worst_interference"] > 1e-3
     assert "broken on" in result.stderr
 
 

@@ -30,9 +30,9 @@ def write_family(folder, backbone, shift=0.0, pinned=True, child="child"):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def root(tmp_path_factory):
     """Two people's task files and bundles, with tasks of the same names, on one backbone; and photographs."""
-    root = tmp_path_factory.mktemp("place")
+    root = tmp_path_factory.mktemp("root")
     library_model("vit")[1].save_pretrained(root / "backbone")
     (root / "backbone/preprocessor_config.json").write_text(json.dumps(PREPARED))
     backbone = load_backbone(root / "backbone")
@@ -42,27 +42,27 @@ def place(tmp_path_factory):
     return root
 
 
-def test_two_different_tasks_of_one_name_are_refused_by_their_files(place, tmp_path):
-    x, y = place / "x/a.safetensors", place / "y/a.safetensors"
-    bundled = [place / person / "tasks/a.safetensors" for person in ("x-bundle", "y-bundle")]
-    data = ("--data", place / "photos")
-    photo, zoo = place / "photos/ant", tmp_path / "zoo"
-    option, for_good = f"--rename {y}=NEW", f"vit-memory task rename {y} NEW"
-    Bundle.create(tmp_path / "own", load_backbone(place / "backbone"), [])
+def test_two_different_tasks_of_one_name_are_refused_by_their_files(root, tmp_path):
+    x, y = root / "x/a.safetensors", root / "y/a.safetensors"
+    bundled = [root / person / "tasks/a.safetensors" for person in ("x-bundle", "y-bundle")]
+    data = ("--data", root / "photos")
+    photo, zoo = root / "photos/ant", tmp_path / "zoo"
+    option, command = f"--rename {y}=NEW", f"vit-memory task rename {y} NEW"
+    Bundle.create(tmp_path / "own", load_backbone(root / "backbone"), [])
     assert run("bundle", "add", tmp_path / "own", x).exit_code == 0
-    train = ("train", place / "photos", "--name", "new", "--backbone", place / "backbone", "--out", tmp_path / "run")
+    train = ("train", root / "photos", "--name", "new", "--backbone", root / "backbone", "--out", tmp_path / "run")
     for words, files, remedies in (
-        (("evaluate", x, y, *data), (x, y), (option, for_good)),
-        (("evaluate", place / "x-bundle", y, *data), (bundled[0], y), (option, for_good)),
+        (("evaluate", x, y, *data), (x, y), (option, command)),
+        (("evaluate", root / "x-bundle", y, *data), (bundled[0], y), (option, command)),
         (
-            ("predict", photo, "--bundle", place / "x-bundle", "--bundle", place / "y-bundle"),
+            ("predict", photo, "--bundle", root / "x-bundle", "--bundle", root / "y-bundle"),
             bundled,
-            (f"--rename {bundled[1]}=NEW", f"vit-memory bundle rename {place / 'y-bundle'} a NEW"),
+            (f"--rename {bundled[1]}=NEW", f"vit-memory bundle rename {root / 'y-bundle'} a NEW"),
         ),
-        (("bundle", "create", zoo, x, y), (x, y), (option, for_good)),
-        (("bundle", "create", zoo, x, place / "y/child.safetensors"), (x, y), (option, for_good)),  # y/a comes along
-        (("bundle", "add", tmp_path / "own", y), (tmp_path / "own/tasks/a.safetensors", y), (option, for_good)),
-        ((*train, "--extends", x, "--extends", y), (x, y), (for_good,)),
+        (("bundle", "create", zoo, x, y), (x, y), (option, command)),
+        (("bundle", "create", zoo, x, root / "y/child.safetensors"), (x, y), (option, command)),  # and its parent y/a
+        (("bundle", "add", tmp_path / "own", y), (tmp_path / "own/tasks/a.safetensors", y), (option, command)),
+        ((*train, "--extends", x, "--extends", y), (x, y), (command,)),
     ):
         refused = run(*words)
         assert isinstance(refused.exception, GraphError), (words, refused.output)
@@ -73,14 +73,14 @@ def test_two_different_tasks_of_one_name_are_refused_by_their_files(place, tmp_p
     assert [entry.name for entry in Bundle.open(tmp_path / "own").entries] == ["a"]
 
 
-def test_the_same_task_given_twice_counts_once(place, tmp_path):
-    x = place / "x/a.safetensors"
+def test_the_same_task_given_twice_counts_once(root, tmp_path):
+    x = root / "x/a.safetensors"
     (tmp_path / "copy").mkdir()
     copy = tmp_path / "copy/a.safetensors"
     copy.write_bytes(x.read_bytes())
-    said = run("evaluate", x, x, copy, place / "x-bundle", "--data", place / "photos", "--json")
-    assert said.exit_code == 0, said.exception
-    assert set(json.loads(said.stdout)["tasks"]) == {"a", "child"}
+    result = run("evaluate", x, x, copy, root / "x-bundle", "--data", root / "photos", "--json")
+    assert result.exit_code == 0, result.exception
+    assert set(json.loads(result.stdout)["tasks"]) == {"a", "child"}
     assert run("bundle", "create", tmp_path / "zoo", x, copy).exit_code == 0
     again = run("bundle", "add", tmp_path / "zoo", copy)
     assert again.exit_code == 0, again.exception
@@ -88,24 +88,24 @@ def test_the_same_task_given_twice_counts_once(place, tmp_path):
     assert [entry.name for entry in Bundle.open(tmp_path / "zoo").entries] == ["a"]
 
 
-def test_two_runs_that_agree_to_the_bit_are_still_two_tasks(place, tmp_path):
-    x = load_task(place / "x/a.safetensors")
+def test_two_runs_that_agree_to_the_bit_are_still_two_tasks(root, tmp_path):
+    x = load_task(root / "x/a.safetensors")
     again = tmp_path / "a.safetensors"
     save_task(replace(x, record=replace(x.record, created="2020-01-01T00:00:00+00:00")), again)
-    said = run("evaluate", place / "x/a.safetensors", again, "--data", place / "photos")
-    assert said.exit_code == 1
-    assert "hold two tasks called 'a'. Give one of them, or rename one" in str(said.exception)
+    result = run("evaluate", root / "x/a.safetensors", again, "--data", root / "photos")
+    assert result.exit_code == 1
+    assert "hold two tasks called 'a'. Give one of them, or rename one" in str(result.exception)
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_a_renamed_parent_keeps_its_children_and_they_their_answers(tmp_path, pinned):
+def test_a_renamed_parent_keeps_its_children_and_their_outputs(tmp_path, pinned):
     backbone = tiny_backbone()
     families = {}
     for person, shift in (("x", 0.0), ("y", 0.3)):
         families[person] = write_family(tmp_path / person, backbone, shift, pinned, child=f"child-{person}")
     files = [tmp_path / person / f"child-{person}.safetensors" for person in ("x", "y")]
-    made = run("bundle", "create", tmp_path / "zoo", *files, "--rename", f"{tmp_path / 'y/a.safetensors'}=b")
-    assert made.exit_code == 0, made.exception
+    created = run("bundle", "create", tmp_path / "zoo", *files, "--rename", f"{tmp_path / 'y/a.safetensors'}=b")
+    assert created.exit_code == 0, created.exception
     zoo = Bundle.open(tmp_path / "zoo")
     assert {entry.name: entry.parents for entry in zoo.entries} == {
         "a": (), "b": (), "child-x": ("a",), "child-y": ("b",)
@@ -117,20 +117,20 @@ def test_a_renamed_parent_keeps_its_children_and_they_their_answers(tmp_path, pi
         assert worst(together[parent], alone["a"]) <= ROUNDING
 
 
-def test_tasks_of_two_bundles_are_told_apart_by_their_files(place):
-    renames = [f"{place / 'y-bundle/tasks'}/{name}.safetensors={name}-2" for name in ("a", "child")]
-    said = run(
-        "predict", place / "photos/ant", "--bundle", place / "x-bundle", "--bundle", place / "y-bundle",
+def test_tasks_of_two_bundles_are_told_apart_by_their_files(root):
+    renames = [f"{root / 'y-bundle/tasks'}/{name}.safetensors={name}-2" for name in ("a", "child")]
+    result = run(
+        "predict", root / "photos/ant", "--bundle", root / "x-bundle", "--bundle", root / "y-bundle",
         "--rename", renames[0], "--rename", renames[1], "--format", "jsonl",
     )  # fmt: skip
-    assert said.exit_code == 0, said.exception
+    assert result.exit_code == 0, result.exception
     for person, ending in (("x", ""), ("y", "-2")):
-        alone = run("predict", place / "photos/ant", "--bundle", place / f"{person}-bundle", "--format", "jsonl")
-        for both, one in zip(said.stdout.splitlines(), alone.stdout.splitlines(), strict=True):
+        alone = run("predict", root / "photos/ant", "--bundle", root / f"{person}-bundle", "--format", "jsonl")
+        for both, one in zip(result.stdout.splitlines(), alone.stdout.splitlines(), strict=True):
             for name, answer in json.loads(one)["tasks"].items():
-                found = json.loads(both)["tasks"][f"{name}{ending}"]
-                assert found["label"] == answer["label"]
-                assert found["confidence"] == pytest.approx(answer["confidence"], abs=1e-5)
+                renamed = json.loads(both)["tasks"][f"{name}{ending}"]
+                assert renamed["label"] == answer["label"]
+                assert renamed["confidence"] == pytest.approx(answer["confidence"], abs=1e-5)
 
 
 def test_what_is_pinned_to_a_child_follows_where_renaming_changes_its_digest(tmp_path):
@@ -149,7 +149,7 @@ def test_what_is_pinned_to_a_child_follows_where_renaming_changes_its_digest(tmp
     assert list(MemoryViT(backbone, tasks.values())(images(), ["grandchild"])) == ["grandchild"]
 
 
-def test_a_child_that_does_not_say_which_of_two_parents_it_means_is_refused(tmp_path):
+def test_an_unpinned_child_of_two_possible_parents_is_refused(tmp_path):
     backbone = tiny_backbone()
     for person, shift in (("x", 0.0), ("y", 0.3)):
         write_family(tmp_path / person, backbone, shift)
@@ -160,8 +160,8 @@ def test_a_child_that_does_not_say_which_of_two_parents_it_means_is_refused(tmp_
         collect_tasks(files, rename={files[1]: "b"})
 
 
-def test_renames_that_mean_nothing_are_refused(place, tmp_path):
-    x = place / "x/a.safetensors"
+def test_invalid_renames_are_refused(root, tmp_path):
+    x = root / "x/a.safetensors"
     create = ("bundle", "create", tmp_path / "zoo", x, "--rename")
     assert run(*create, "b").exit_code == 2
     assert run(*create, f"{x}=b", "--rename", f"{x}=c").exit_code == 2
@@ -170,8 +170,8 @@ def test_renames_that_mean_nothing_are_refused(place, tmp_path):
     assert f"not among the files read: {x}" in str(unknown.exception)
     assert "task name '../b'" in str(run(*create, f"{x}=../b").exception)
     assert not (tmp_path / "zoo").exists()
-    own = run("bundle", "add", place / "x-bundle", x, "--rename", f"{place / 'x-bundle/tasks/a.safetensors'}=b")
-    assert f"vit-memory bundle rename {place / 'x-bundle'} a NEW" in str(own.exception)
+    own = run("bundle", "add", root / "x-bundle", x, "--rename", f"{root / 'x-bundle/tasks/a.safetensors'}=b")
+    assert f"vit-memory bundle rename {root / 'x-bundle'} a NEW" in str(own.exception)
 
 
 def test_a_file_beside_a_child_that_holds_another_task_is_not_its_parent(tmp_path):

@@ -1,4 +1,4 @@
-"""vit-memory task rename and repin, bundle rename: nothing is lost, broken or changed on the quiet."""
+"""vit-memory task rename and repin, bundle rename: nothing is lost, broken or changed silently."""
 
 import json
 from dataclasses import replace
@@ -37,8 +37,8 @@ def content(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def answers(folder, name):
-    """What a task file answers with the parents beside it."""
+def outputs_of(folder, name):
+    """The outputs of a task file, with its parents from the same folder."""
     tasks = [file.task for file in collect_tasks([folder / f"{name}.safetensors"])]
     return MemoryViT(tiny_backbone(), tasks)(images())[name]
 
@@ -60,13 +60,13 @@ def chain(tmp_path):
 def test_a_renamed_file_takes_the_place_of_the_old_one(tmp_path):
     task = trained(tiny_backbone(), "old")
     save_task(task, tmp_path / "old.safetensors", half=True)
-    before = answers(tmp_path, "old")
-    said = run("task", "rename", tmp_path / "old.safetensors", "new")
-    assert said.exit_code == 0, said.exception
-    assert "task 'old' is now called 'new'" in said.stdout
-    assert "old.safetensors is gone" in said.stdout
+    before = outputs_of(tmp_path, "old")
+    result = run("task", "rename", tmp_path / "old.safetensors", "new")
+    assert result.exit_code == 0, result.exception
+    assert "task 'old' is now called 'new'" in result.stdout
+    assert "old.safetensors is removed" in result.stdout
     assert names(tmp_path) == ["new.safetensors"]
-    assert torch.equal(answers(tmp_path, "new"), before)
+    assert torch.equal(outputs_of(tmp_path, "new"), before)
     renamed = load_task(tmp_path / "new.safetensors")
     assert renamed.memory.dtype == torch.float16
     assert renamed.record.half_of == task.digest
@@ -74,15 +74,15 @@ def test_a_renamed_file_takes_the_place_of_the_old_one(tmp_path):
 
 def test_a_renamed_copy_leaves_the_old_file(chain):
     before = content(chain)
-    said = run("task", "rename", chain / "top.safetensors", "copy", "--out", chain / "copy.safetensors")
-    assert said.exit_code == 0, said.exception
-    assert "top.safetensors is kept" in said.stdout
+    result = run("task", "rename", chain / "top.safetensors", "copy", "--out", chain / "copy.safetensors")
+    assert result.exit_code == 0, result.exception
+    assert "top.safetensors is kept" in result.stdout
     assert load_task(chain / "copy.safetensors").name == "copy"
     (chain / "copy.safetensors").unlink()
     assert content(chain) == before
 
 
-def test_what_a_rename_would_break_or_replace_is_refused_and_nothing_changes(chain):
+def test_a_rename_that_would_break_or_replace_a_file_is_refused(chain):
     before = content(chain)
     top = chain / "top.safetensors"
     message = refused(GraphError, "task", "rename", top, "new")
@@ -95,43 +95,43 @@ def test_what_a_rename_would_break_or_replace_is_refused_and_nothing_changes(cha
     assert content(chain) == before
 
 
-def test_children_are_renamed_along_and_answer_as_before(chain):
+def test_children_are_rewritten_and_keep_their_outputs(chain):
     tasks = ("middle", "bottom", "loose", "onloose")
-    before = {name: answers(chain, name) for name in tasks}
+    before = {name: outputs_of(chain, name) for name in tasks}
     digests = {name: load_task(chain / f"{name}.safetensors").digest for name in tasks}
     bottom = (chain / "bottom.safetensors").read_bytes()
-    said = run("task", "rename", chain / "top.safetensors", "new", "--children")
-    assert said.exit_code == 0, said.exception
+    result = run("task", "rename", chain / "top.safetensors", "new", "--children")
+    assert result.exit_code == 0, result.exception
     assert names(chain) == [f"{name}.safetensors" for name in ("bottom", "loose", "middle", "new", "onloose")]
     for name in tasks:
-        assert torch.equal(answers(chain, name), before[name])
+        assert torch.equal(outputs_of(chain, name), before[name])
     assert (chain / "bottom.safetensors").read_bytes() == bottom
     kept = {name for name in tasks if load_task(chain / f"{name}.safetensors").digest == digests[name]}
     assert kept == {"middle", "bottom"}
-    changed = [line for line in said.stdout.splitlines() if "its digest" in line]
+    changed = [line for line in result.stdout.splitlines() if "its digest" in line]
     assert [line.partition(".safetensors: ")[0] for line in changed] == [str(chain / "loose"), str(chain / "onloose")]
 
 
-def test_a_rename_cut_off_anywhere_leaves_every_child_a_parent(chain, monkeypatch):
+def test_a_rename_interrupted_anywhere_leaves_every_child_a_parent(chain, monkeypatch):
     (chain / "loose.safetensors").unlink()
     (chain / "onloose.safetensors").unlink()
-    expected = answers(chain, "bottom")
-    honest = edit.save_task
+    expected = outputs_of(chain, "bottom")
+    save_task_file = edit.save_task
     for lasts in range(2):
         left = iter(range(lasts))
 
-        def cut_off(task, path, left=left):
+        def interrupted(task, path, left=left):
             next(left)  # StopIteration, as if the process ended here
-            honest(task, path)
+            save_task_file(task, path)
 
-        monkeypatch.setattr(edit, "save_task", cut_off)
+        monkeypatch.setattr(edit, "save_task", interrupted)
         with pytest.raises(StopIteration):
             edit.rename_file(chain / "top.safetensors", "new", children=True)
-        assert torch.equal(answers(chain, "bottom"), expected)
+        assert torch.equal(outputs_of(chain, "bottom"), expected)
         (chain / "new.safetensors").unlink(missing_ok=True)
 
 
-def test_a_backbone_that_was_trained_with_a_task_is_renamed_along(tmp_path):
+def test_a_backbone_that_was_trained_with_a_task_is_renamed_with_it(tmp_path):
     library_model("vit")[1].save_pretrained(tmp_path / "backbone")
     (tmp_path / "backbone/preprocessor_config.json").write_text(json.dumps(PREPARED))
     backbone = load_backbone(tmp_path / "backbone")
@@ -156,9 +156,9 @@ def bundle(chain, tmp_path):
 
 def test_a_task_of_a_bundle_is_renamed_with_its_children_and_the_manifest(bundle):
     before = bundle.model(tiny_backbone())(images())
-    said = run("bundle", "rename", bundle.folder, "top", "new")
-    assert said.exit_code == 0, said.exception
-    assert "loose, middle, onloose" in said.stdout
+    result = run("bundle", "rename", bundle.folder, "top", "new")
+    assert result.exit_code == 0, result.exception
+    assert "loose, middle, onloose" in result.stdout
     after = Bundle.open(bundle.folder)
     assert list(after.check()) == ["bottom", "loose", "middle", "onloose", "new"]
     assert names(bundle.folder / "tasks") == sorted(f"{entry.name}.safetensors" for entry in after.entries)
@@ -171,20 +171,20 @@ def test_a_task_of_a_bundle_is_renamed_with_its_children_and_the_manifest(bundle
     assert content(bundle.folder) == there
 
 
-def test_a_bundle_rename_cut_off_anywhere_leaves_the_old_bundle_or_the_new_one(bundle, monkeypatch):
-    honest = bundle_module.write_atomic
+def test_a_bundle_rename_interrupted_anywhere_leaves_the_old_bundle_or_the_new_one(bundle, monkeypatch):
+    write_atomic = bundle_module.write_atomic
     seen = []
     for lasts in range(20):
         left = iter(range(lasts))
 
-        def cut_off(path, chunks, left=left):
+        def interrupted(path, chunks, left=left):
             if next(left, None) is None:
                 raise KeyboardInterrupt
-            honest(path, chunks)
+            write_atomic(path, chunks)
 
-        monkeypatch.setattr(bundle_module, "write_atomic", cut_off)
-        monkeypatch.setattr(container, "write_atomic", cut_off)
-        monkeypatch.setattr(manifest, "write_atomic", cut_off)
+        monkeypatch.setattr(bundle_module, "write_atomic", interrupted)
+        monkeypatch.setattr(container, "write_atomic", interrupted)
+        monkeypatch.setattr(manifest, "write_atomic", interrupted)
         try:
             Bundle.open(bundle.folder).rename("top", "new")
             finished = True
@@ -200,7 +200,7 @@ def test_a_bundle_rename_cut_off_anywhere_leaves_the_old_bundle_or_the_new_one(b
             Bundle.open(bundle.folder).rename("new", "top")
     assert finished
     assert False in seen[:-1]
-    assert True in seen[:-1], "cut off after the manifest too"
+    assert True in seen[:-1], "also interrupted after the manifest"
 
 
 def test_a_file_of_a_bundle_is_changed_through_the_bundle(bundle, chain, monkeypatch):
@@ -225,36 +225,36 @@ def retrain(path):
 def test_a_task_is_pinned_to_a_retrained_parent_only_on_purpose(chain):
     old, new = retrain(chain / "top.safetensors")
     with pytest.raises(GraphError, match=r"vit-memory task repin middle.safetensors top.safetensors"):
-        answers(chain, "middle")
+        outputs_of(chain, "middle")
     weights = load_task(chain / "middle.safetensors")
-    said = run("task", "repin", chain / "middle.safetensors", chain / "top.safetensors")
-    assert said.exit_code == 0, said.exception
-    assert f"parent 'top' was {old[:12]}…, is now {new[:12]}…" in said.stdout
-    assert "'middle' was trained with another 'top'; its answers change" in said.stderr
+    result = run("task", "repin", chain / "middle.safetensors", chain / "top.safetensors")
+    assert result.exit_code == 0, result.exception
+    assert f"parent 'top' was {old[:12]}…, is now {new[:12]}…" in result.stdout
+    assert "'middle' was trained with another 'top'; its outputs change" in result.stderr
     middle = load_task(chain / "middle.safetensors")
     assert middle.parent_digests == {"top": new}
     assert middle.record.recipe["repinned"] == {"top": old}
     assert torch.equal(middle.memory, weights.memory)
-    assert torch.isfinite(answers(chain, "middle")).all()
-    # What is pinned to the changed task is not repinned on the quiet: it is named, with the command to run.
+    assert torch.isfinite(outputs_of(chain, "middle")).all()
+    # What is pinned to the changed task is not repinned silently: it is listed, with the command to run.
     command = ["task", "repin", str(chain / "bottom.safetensors"), str(chain / "middle.safetensors")]
-    assert f"vit-memory {' '.join(command)}" in said.stderr
+    assert f"vit-memory {' '.join(command)}" in result.stderr
     with pytest.raises(GraphError, match="'bottom' was trained on a task 'middle'"):
-        answers(chain, "bottom")
+        outputs_of(chain, "bottom")
     assert run(*command).exit_code == 0
-    assert torch.isfinite(answers(chain, "bottom")).all()
+    assert torch.isfinite(outputs_of(chain, "bottom")).all()
 
 
 def test_a_repinned_float16_task_is_no_longer_the_full_task_it_was(chain):
     middle = chain / "middle.safetensors"
     save_task(load_task(middle), middle, half=True)
-    assert torch.isfinite(answers(chain, "bottom")).all()  # pinned to the full one, which this is
+    assert torch.isfinite(outputs_of(chain, "bottom")).all()  # pinned to the full one, which this is
     retrain(chain / "top.safetensors")
-    said = run("task", "repin", middle, chain / "top.safetensors")
-    assert "bottom.safetensors is pinned to 'middle' as it was before" in said.stderr
+    result = run("task", "repin", middle, chain / "top.safetensors")
+    assert "bottom.safetensors is pinned to 'middle' as it was before" in result.stderr
     assert load_task(middle).memory.dtype == torch.float16
     with pytest.raises(GraphError, match="'bottom' was trained on a task 'middle'"):
-        answers(chain, "bottom")
+        outputs_of(chain, "bottom")
 
 
 def test_pinning_back_to_the_parent_it_was_trained_with_leaves_no_trace(chain, tmp_path):
@@ -274,20 +274,20 @@ def test_pinning_back_to_the_parent_it_was_trained_with_leaves_no_trace(chain, t
 
 
 def test_a_child_elsewhere_finds_a_renamed_parent_again_by_its_content(chain, tmp_path):
-    expected = answers(chain, "middle")
+    expected = outputs_of(chain, "middle")
     child = tmp_path / "middle.safetensors"
     child.write_bytes((chain / "middle.safetensors").read_bytes())
     assert run("task", "rename", chain / "top.safetensors", "new", "--children").exit_code == 0
     with pytest.raises(GraphError, match="If it was renamed since: vit-memory task repin"):
         collect_tasks([child, chain / "new.safetensors"])
-    said = run("task", "repin", child, chain / "new.safetensors")
-    assert "parent 'top' is now called 'new'" in said.stdout
-    assert not said.stderr
+    result = run("task", "repin", child, chain / "new.safetensors")
+    assert "parent 'top' is now called 'new'" in result.stdout
+    assert not result.stderr
     tasks = [file.task for file in collect_tasks([child, chain / "new.safetensors"])]
     assert torch.equal(MemoryViT(tiny_backbone(), tasks)(images())["middle"], expected)
 
 
-def test_what_is_no_parent_is_not_pinned(chain, tmp_path):
+def test_a_task_that_is_not_a_parent_is_not_pinned(chain, tmp_path):
     before = content(chain)
     middle = chain / "middle.safetensors"
     message = refused(GraphError, "task", "repin", middle, chain / "bottom.safetensors")

@@ -20,7 +20,7 @@ COMMIT = "c" * 40
 
 
 class StubHub(BaseHTTPRequestHandler):
-    """As much of the hub as a push and a pull ask for: create, check the card, preupload, commit, list, resolve."""
+    """The parts of the hub that a push and a pull need: create, check the card, preupload, commit, list, resolve."""
 
     protocol_version = "HTTP/1.1"
 
@@ -30,7 +30,7 @@ class StubHub(BaseHTTPRequestHandler):
     def body(self):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-    def say(self, value, status=200, headers=()):
+    def send(self, value, status=200, headers=()):
         content = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
         for name, text in headers:
@@ -45,18 +45,20 @@ class StubHub(BaseHTTPRequestHandler):
         files = self.server.files
         self.server.tokens.add(self.headers.get("Authorization"))
         if self.path == "/api/repos/create":
-            asked = json.loads(body)
-            if asked["name"] == "forbidden":
-                return self.say(
+            request = json.loads(body)
+            if request["name"] == "forbidden":
+                return self.send(
                     {"error": "You don't have the rights"}, 403, [("X-Error-Message", "You don't have the rights")]
                 )
-            return self.say({"url": f"{self.server.address}/user/{asked['name']}", "name": f"user/{asked['name']}"})
+            return self.send(
+                {"url": f"{self.server.address}/user/{request['name']}", "name": f"user/{request['name']}"}
+            )
         if self.path == "/api/validate-yaml":
-            return self.say({"errors": [], "warnings": []})
+            return self.send({"errors": [], "warnings": []})
         if "/preupload/" in self.path:
-            asked = json.loads(body)["files"]
-            return self.say(
-                {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in asked]}
+            request = json.loads(body)["files"]
+            return self.send(
+                {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in request]}
             )
         if "/commit/" in self.path:
             self.server.commits += 1
@@ -64,26 +66,26 @@ class StubHub(BaseHTTPRequestHandler):
                 entry = json.loads(line)
                 if entry["key"] == "file":
                     files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
-            return self.say({"commitUrl": f"{self.server.address}/user/repo/commit/{COMMIT}", "commitOid": COMMIT})
-        return self.say({"error": f"unknown {self.path}"}, 404)
+            return self.send({"commitUrl": f"{self.server.address}/user/repo/commit/{COMMIT}", "commitOid": COMMIT})
+        return self.send({"error": f"unknown {self.path}"}, 404)
 
     def do_GET(self):
         files = self.server.files
         path = self.path.partition("?")[0]
         if path.startswith("/api/models/user/repo/revision"):
             siblings = [{"rfilename": name} for name in files]
-            return self.say({"id": "user/repo", "sha": COMMIT, "siblings": siblings, "tags": [], "private": False})
+            return self.send({"id": "user/repo", "sha": COMMIT, "siblings": siblings, "tags": [], "private": False})
         if path.startswith("/api/models/user/repo/tree"):
             tree = [
                 {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
                 for name, content in files.items()
             ]
-            return self.say(tree)
+            return self.send(tree)
         _, _, name = path.partition(f"/user/repo/resolve/{COMMIT}/")
         if name not in files:
-            return self.say({"error": "not found"}, 404, [("X-Error-Code", "RepoNotFound")])
+            return self.send({"error": "not found"}, 404, [("X-Error-Code", "RepoNotFound")])
         content = files[name]
-        return self.say(content, 200, [("ETag", f'"{hashlib.sha1(content).hexdigest()}"'), ("X-Repo-Commit", COMMIT)])
+        return self.send(content, 200, [("ETag", f'"{hashlib.sha1(content).hexdigest()}"'), ("X-Repo-Commit", COMMIT)])
 
     do_HEAD = do_GET  # noqa: N815
 
@@ -112,18 +114,18 @@ def bundle(tmp_path):
     return Bundle.create(tmp_path / "bundle", backbone, [coarse]).add([fine], half=True)
 
 
-def test_what_is_pushed_comes_back_the_same(stub, bundle, tmp_path):
+def test_a_pushed_bundle_is_pulled_unchanged(stub, bundle, tmp_path):
     address = sharing.push(bundle, "user/repo", endpoint=stub.address, token="secret")
     assert address == f"{stub.address}/user/repo/commit/{COMMIT}"
-    assert stub.commits == 1, "one commit, so that nobody pulls half a bundle"
+    assert stub.commits == 1, "one commit, so that no pull gets half a bundle"
     assert stub.tokens == {"Bearer secret"}
     assert sorted(stub.files) == ["README.md", "bundle.json", "tasks/coarse.safetensors", "tasks/fine.safetensors"]
     pulled = sharing.pull("user/repo", out=tmp_path / "pulled", endpoint=stub.address)
     assert pulled.folder == tmp_path / "pulled"
     for name in ("bundle.json", "tasks/coarse.safetensors", "tasks/fine.safetensors"):
         assert (pulled.folder / name).read_bytes() == (bundle.folder / name).read_bytes(), name
-    here, there = (b.model(tiny_backbone())(images()) for b in (bundle, pulled))
-    assert all(torch.equal(here[name], there[name]) for name in here)
+    expected, outputs = (b.model(tiny_backbone())(images()) for b in (bundle, pulled))
+    assert all(torch.equal(expected[name], outputs[name]) for name in expected)
     cached = Bundle.from_pretrained("user/repo", endpoint=stub.address)
     assert list(cached.check()) == ["coarse", "fine"]
 
@@ -134,7 +136,7 @@ def test_the_card_is_written_from_the_bundle(stub, bundle):
     assert card.startswith("---\nlibrary_name: vit-memory\n")
     assert 'bundle = Bundle.from_pretrained("user/repo")' in card
     assert "| fine | single-label | 3: a, b, c | memory, 5 cells | coarse | none recorded |" in card
-    assert "2: a / b, ‹script›" in card, "labels of strangers make no markup"
+    assert "2: a / b, ‹script›" in card, "labels cannot add markup"
 
 
 def test_a_damaged_bundle_is_neither_pushed_nor_pulled(stub, bundle, tmp_path):
@@ -151,7 +153,7 @@ def test_a_damaged_bundle_is_neither_pushed_nor_pulled(stub, bundle, tmp_path):
     assert stub.commits == 1
 
 
-def test_what_the_hub_refuses_is_told(stub, bundle, tmp_path):
+def test_a_refusal_of_the_hub_is_reported(stub, bundle, tmp_path):
     with pytest.raises(FileError, match=r"user/forbidden: cannot be pushed to the hub: .*403"):
         sharing.push(bundle, "user/forbidden", endpoint=stub.address, token="secret")
     with pytest.raises(FileError, match="user/nothing: cannot be pulled from the hub"):

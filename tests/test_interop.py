@@ -134,7 +134,7 @@ def test_the_command_writes_task_files_that_make_a_bundle(tmp_path):
     assert list(bundle.model()(images())) == ["Sun-1", "Sun-2"]
 
 
-def test_a_backbone_that_is_another_is_named_by_its_first_difference(tmp_path):
+def test_another_backbone_is_refused_with_the_first_difference(tmp_path):
     state = reproduction([2], extension=False)
     state["vit.encoder.layer.1.output.dense.bias"][3] += 1e-3
     torch.save(state, tmp_path / "model.pt")
@@ -149,7 +149,7 @@ class RunsCode:
         return (os.system, ("touch ran",))
 
 
-def test_a_pickle_that_wants_to_run_code_is_refused_and_said_so(tmp_path, monkeypatch):
+def test_a_pickle_that_would_run_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({**reproduction([2], extension=False), "evil": RunsCode()}, tmp_path / "model.pt")
     with pytest.raises(UnsafeFile, match="refused: it holds more than tensors, which could run code"):
@@ -173,7 +173,7 @@ def test_a_pickle_that_wants_to_run_code_is_refused_and_said_so(tmp_path, monkey
         ),
     ],
 )
-def test_files_that_are_none_of_the_reproductions_say_why(change, message, tmp_path):
+def test_other_files_are_refused_with_the_reason(change, message, tmp_path):
     state = reproduction([2], extension=False)
     change(state)
     torch.save(state, tmp_path / "model.pt")

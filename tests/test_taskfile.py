@@ -32,11 +32,11 @@ VIT_B = BackboneIdentity("google/vit-base-patch32-224-in21k", "vit", 768, 12, 12
 def vit_b_task(cells=5, classes=100):
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(*shape):
+    def normal(*shape):
         return torch.randn(*shape, generator=generator)
 
     labels = tuple(f"label {i}" for i in range(classes))
-    return Task("birds", labels, drawn(classes, 768), drawn(classes), drawn(768), drawn(12, cells, 768), VIT_B)
+    return Task("birds", labels, normal(classes, 768), normal(classes), normal(768), normal(12, cells, 768), VIT_B)
 
 
 def assert_same(a, b):
@@ -50,7 +50,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("variant", variant_params())
-def test_a_task_comes_back_bit_for_bit_for_every_family_and_regime(variant, tmp_path):
+def test_a_task_is_loaded_bit_for_bit_for_every_family_and_regime(variant, tmp_path):
     backbone = tiny_backbone(variant)
     parent = trained(backbone, "parent", cells=3)
     tasks = [
@@ -66,11 +66,11 @@ def test_a_task_comes_back_bit_for_bit_for_every_family_and_regime(variant, tmp_
     loaded = [load_task(tmp_path / f"{task.name}.safetensors") for task in tasks]
     for before, after in zip(tasks, loaded, strict=True):
         assert_same(before, after)
-    here, there = MemoryViT(backbone, tasks)(images()), MemoryViT(backbone, loaded)(images())
-    assert all(torch.equal(here[name], there[name]) for name in here)
+    expected, outputs = MemoryViT(backbone, tasks)(images()), MemoryViT(backbone, loaded)(images())
+    assert all(torch.equal(expected[name], outputs[name]) for name in expected)
 
 
-def test_everything_a_record_says_comes_back(tmp_path):
+def test_a_record_is_loaded_as_it_was_saved(tmp_path):
     record = TaskRecord(
         created="2026-11-15T12:00:00+00:00",
         library_version="0.1.0",
@@ -125,7 +125,7 @@ def test_any_safetensors_reader_opens_them(tmp_path):
         assert file.metadata()["format"] == "vit-memory-task/1"
 
 
-def test_half_precision_keeps_its_descent(tmp_path):
+def test_a_float16_task_is_accepted_as_the_parent_that_it_was(tmp_path):
     """A child pinned to the full task accepts the same task in half precision, and no other."""
     backbone = tiny_backbone()
     parent = trained(backbone, "parent")
@@ -140,7 +140,7 @@ def test_half_precision_keeps_its_descent(tmp_path):
     assert load_task(tmp_path / "again.safetensors").record.half_of == parent.digest
 
 
-def test_a_task_is_written_in_the_precision_it_has_unless_another_is_asked_for(tmp_path):
+def test_a_task_is_written_in_the_precision_it_has_unless_half_is_given(tmp_path):
     half, again, full = (tmp_path / f"{name}.safetensors" for name in ("half", "again", "full"))
     task = vit_b_task()
     save_task(task, half, half=True)
@@ -153,7 +153,7 @@ def test_a_task_is_written_in_the_precision_it_has_unless_another_is_asked_for(t
     assert load_task(full).head_weight.dtype == load_task(full).memory.dtype == torch.float32
 
 
-def test_values_that_no_file_should_hold_are_not_saved(tmp_path):
+def test_nan_and_infinite_values_are_not_saved(tmp_path):
     path = tmp_path / "task.safetensors"
     task = vit_b_task()
     save_task(task, path)
@@ -217,8 +217,8 @@ def test_a_killed_writer_leaves_the_old_file_or_the_new_one(tmp_path):
     assert run.returncode == 0, run.stderr
     kills, versions, files = map(int, run.stdout.split())
     assert kills == 50
-    assert versions == 2, "both versions were met, so kills did fall between writes"
-    assert files > 1, "kills did fall inside writes"
+    assert versions == 2, "both versions were seen, so some kills were between writes"
+    assert files > 1, "some kills were inside writes"
 
 
 def test_a_card_lists_labels_size_and_metrics(tmp_path):

@@ -1,4 +1,4 @@
-"""Files made to mislead: each gets an error that says which and where, runs nothing, and changes nothing.
+"""Hostile files: each is refused with an error that names it, runs no code, and stays unchanged.
 
 Each recipe turns a sound task file into a hostile one. Those that forge a valid checksum reach the checks behind it.
 """
@@ -192,7 +192,7 @@ def test_a_hostile_file_is_refused_by_name(name, sound, tmp_path):
     path.write_bytes(content)
     with pytest.raises(error, match=message) as raised:
         load_task(path)
-    assert str(path) in str(raised.value), "the message says where"
+    assert str(path) in str(raised.value), "the message names the file"
     assert path.read_bytes() == content
 
 

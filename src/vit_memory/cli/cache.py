@@ -1,4 +1,4 @@
-"""vit-memory cache: the stores of views that trainings keep on disk."""
+"""vit-memory cache: list and delete the stores that trainings keep on disk."""
 
 import json
 from collections.abc import Sequence
@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from vit_memory.training.stores import StoreInfo
 
 cache_app = typer.Typer(
-    rich_markup_mode=None, no_args_is_help=True, help="See and clear what trainings with --cache disk keep."
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="List or delete what train --cache disk keeps on disk.",
 )
 
-CacheDir = Annotated[Path | None, typer.Option(help="Where the stores are.  [default: user cache]", file_okay=False)]
+CacheDir = Annotated[Path | None, typer.Option(help="Folder of the stores.  [default: user cache]", file_okay=False)]
 
 
 def read_size(text: str) -> int:
-    """Bytes from an option such as 20GB; refused at the command line where it is none."""
+    """Bytes from an option such as 20GB; a usage error if it is not a size."""
     from vit_memory.training.space import parse_size
 
     try:
@@ -32,15 +34,15 @@ def read_size(text: str) -> int:
 
 @cache_app.command("list")
 def list_cache(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
-    """List the stores: size, last use, what they hold, whether they are complete and whether they are in use."""
+    """List the stores with size, last use, content and state."""
     from vit_memory.training.space import size
     from vit_memory.training.stores import default_folder, list_stores
 
-    place = cache_dir or default_folder()
-    stores = list_stores(place)
+    folder = cache_dir or default_folder()
+    stores = list_stores(folder)
     total = sum(store.bytes for store in stores)
     if as_json:
-        record = {"folder": str(place), "bytes": total, "stores": [_record(store) for store in stores]}
+        record = {"folder": str(folder), "bytes": total, "stores": [_record(store) for store in stores]}
         typer.echo(json.dumps(record, indent=2, ensure_ascii=False))
         return
     width = max([8, *(len(store.backbone) for store in stores)])
@@ -54,29 +56,30 @@ def list_cache(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
             f"{store.name:8} {size(store.bytes):>8}  {_time(store):16}  {store.images:6} {store.views:5}  "
             f"{store.precision:9}  {store.backbone:{width}}  {_state(store)}"
         )
-    typer.echo(f"{place}: {_counted(stores)}, {size(total)}")
+    typer.echo(f"{folder}: {_counted(stores)}, {size(total)}")
 
 
 @cache_app.command()
 def clear(
     older_than: Annotated[
-        float | None, typer.Option(min=0, metavar="DAYS", help="Only stores last used more than so many days ago.")
+        float | None,
+        typer.Option(min=0, metavar="DAYS", help="Only stores last used more than DAYS days ago."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.")] = False,
     cache_dir: CacheDir = None,
 ) -> None:
-    """Remove the stores that no running training uses. A training that needs one again computes it again."""
+    """Delete the stores that no running training uses. A training that needs one computes it again."""
     from vit_memory.training.space import size
     from vit_memory.training.stores import clear_stores, default_folder, describe
 
-    place = cache_dir or default_folder()
-    cleared = clear_stores(place, older_than_days=older_than, dry_run=dry_run)
+    folder = cache_dir or default_folder()
+    cleared = clear_stores(folder, older_than_days=older_than, dry_run=dry_run)
     for store in cleared.removed:
         typer.echo(f"{'would remove' if dry_run else 'removed'} {describe(store)}: {size(store.bytes)}")
     for store, reason in cleared.kept:
         typer.echo(f"kept {describe(store)}: {reason}")
     typer.echo(
-        f"{place}: {'would free' if dry_run else 'freed'} {size(cleared.bytes)} "
+        f"{folder}: {'would free' if dry_run else 'freed'} {size(cleared.bytes)} "
         f"from {_counted(cleared.removed)}; {_counted(cleared.kept)} kept"
     )
 

@@ -1,4 +1,4 @@
-"""vit-memory inspect, bundle, import, push, pull: tasks and bundles on disk."""
+"""vit-memory inspect, bundle, import, push, pull: task files and bundles."""
 
 import json
 from pathlib import Path
@@ -9,17 +9,17 @@ import typer
 from vit_memory.cli.tasks import Rename, parse_rename
 
 bundle_app = typer.Typer(
-    rich_markup_mode=None, no_args_is_help=True, help="Put tasks side by side in a folder with one backbone."
+    rich_markup_mode=None, no_args_is_help=True, help="Make and change bundles: folders with the tasks of one backbone."
 )
 
 BundleFolder = Annotated[Path, typer.Argument(metavar="BUNDLE", help="The bundle's folder.")]
-TaskFiles = Annotated[list[Path], typer.Argument(metavar="FILE…", help="Task files (.safetensors).", exists=True)]
-Half = Annotated[bool, typer.Option("--half", help="Write the tasks as float16.  [default: as their files are]")]
+TaskFiles = Annotated[list[Path], typer.Argument(metavar="FILE", help="Task files (.safetensors).", exists=True)]
+Half = Annotated[bool, typer.Option("--half", help="Write the tasks as float16.  [default: as in their files]")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
 
 def inspect(files: TaskFiles, as_json: AsJson = False) -> None:
-    """Show what task files hold: labels, backbone, size, parents, metrics."""
+    """Show labels, backbone, size, parents, metrics of task files."""
     from vit_memory.files.card import card, facts
     from vit_memory.files.taskfile import load_task
 
@@ -33,14 +33,15 @@ def inspect(files: TaskFiles, as_json: AsJson = False) -> None:
 @bundle_app.command()
 def create(
     folder: BundleFolder,
-    files: Annotated[list[Path] | None, typer.Argument(metavar="FILE…", help="Task files to begin with.")] = None,
+    files: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="Task files to add.")] = None,
     backbone: Annotated[
-        str | None, typer.Option(help="Backbone id, folder or timm:<name>; by default that of the first task.")
+        str | None,
+        typer.Option(help="bundled, a Hugging Face id or folder, or timm:<name>.  [default: that of the first task]"),
     ] = None,
     half: Half = False,
     rename: Rename = None,
 ) -> None:
-    """Begin a bundle in a new folder."""
+    """Create a bundle in a new or empty folder."""
     from vit_memory.backbone import load_backbone
     from vit_memory.files.bundle import Bundle
     from vit_memory.files.card import counted
@@ -57,7 +58,10 @@ def create(
 
 @bundle_app.command()
 def add(folder: BundleFolder, files: TaskFiles, half: Half = False, rename: Rename = None) -> None:
-    """Add task files, with the parents they extend if those are beside them."""
+    """Add task files to a bundle, and the parents that they extend.
+
+    Parents that are not given are read from the folder of the task file.
+    """
     from vit_memory.files.bundle import Bundle
     from vit_memory.files.collect import add_files
 
@@ -68,8 +72,11 @@ def add(folder: BundleFolder, files: TaskFiles, half: Half = False, rename: Rena
 
 
 @bundle_app.command()
-def remove(folder: BundleFolder, names: Annotated[list[str], typer.Argument(help="Tasks to take out.")]) -> None:
-    """Take tasks out; refused while others extend them."""
+def remove(
+    folder: BundleFolder,
+    names: Annotated[list[str], typer.Argument(metavar="TASK", help="Names of the tasks to remove.")],
+) -> None:
+    """Remove tasks from a bundle; refused while others extend them."""
     from vit_memory.files.bundle import Bundle
 
     Bundle.open(folder).remove(names)
@@ -79,10 +86,10 @@ def remove(folder: BundleFolder, names: Annotated[list[str], typer.Argument(help
 @bundle_app.command("rename")
 def rename_task(
     folder: BundleFolder,
-    old: Annotated[str, typer.Argument(help="The task to rename.")],
-    new: Annotated[str, typer.Argument(help="Its new name.")],
+    old: Annotated[str, typer.Argument(metavar="OLD", help="The task to rename.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="Its new name.")],
 ) -> None:
-    """Rename a task, in the tasks that extend it too."""
+    """Rename a task of a bundle, also in the tasks that extend it."""
     from vit_memory.files.bundle import Bundle
 
     before = Bundle.open(folder)
@@ -91,25 +98,24 @@ def rename_task(
     known = {entry.sha256 for entry in before.entries}
     rewritten = [entry.name for entry in after.entries if entry.sha256 not in known and entry.name != new]
     if rewritten:
-        typer.echo(f"rewritten, since they extend it: {', '.join(rewritten)}")
+        typer.echo(f"rewritten, because they extend it: {', '.join(rewritten)}")
 
 
 @bundle_app.command("list")
 def list_tasks(folder: BundleFolder, as_json: AsJson = False) -> None:
-    """List a bundle's tasks."""
+    """List the tasks of a bundle."""
     from vit_memory.files.bundle import Bundle
     from vit_memory.files.card import counted, facts
-    from vit_memory.files.manifest import TASKS
 
     bundle = Bundle.open(folder)
-    told = [facts(folder / TASKS / entry.file, bundle.task(entry.name)) for entry in bundle.entries]
+    tasks = [facts(bundle.path(entry), bundle.task(entry.name)) for entry in bundle.entries]
     if as_json:
-        typer.echo(json.dumps(told, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(tasks, indent=2, ensure_ascii=False))
         return
     typer.echo(
-        f"{folder}: {counted(len(told), 'task')} for {bundle.backbone.name} ({bundle.backbone.fingerprint[:12]}…)"
+        f"{folder}: {counted(len(tasks), 'task')} for {bundle.backbone.name} ({bundle.backbone.fingerprint[:12]}…)"
     )
-    for task in told:
+    for task in tasks:
         parents = ", ".join(parent["name"] for parent in task["parents"]) or "-"
         typer.echo(
             f"  {task['name']:24} {task['regime']:7} {task['memory_size']:3} cells  {len(task['labels']):5} labels  "
@@ -122,7 +128,7 @@ def check(
     folder: BundleFolder,
     backbone: Annotated[str | None, typer.Option(help="Also load this backbone and attach every task.")] = None,
 ) -> None:
-    """Read every file of a bundle and make sure that all of it goes together."""
+    """Check that the files of a bundle are intact and fit together."""
     from vit_memory.backbone import load_backbone
     from vit_memory.files.bundle import Bundle
     from vit_memory.files.card import counted
@@ -131,23 +137,26 @@ def check(
     graph = bundle.check()
     if backbone is not None:
         bundle.model(load_backbone(backbone))
-    typer.echo(f"{folder}: {counted(len(graph), 'task')}, all files whole, all parents present, one backbone")
+    typer.echo(f"{folder}: {counted(len(graph), 'task')}, all files intact, all parents present, one backbone")
 
 
 def import_reproduction(
-    file: Annotated[Path, typer.Argument(help="A models/*.pt of the 2023 reproduction.", exists=True)],
-    backbone: Annotated[str, typer.Option(help="The backbone it was trained on: an id or folder.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A models/*.pt of the 2023 reproduction.", exists=True)],
+    backbone: Annotated[str, typer.Option(help="The backbone it was trained on: a Hugging Face id or folder.")],
     out: Annotated[Path, typer.Option(help="Folder for the task files.")],
-    labels: Annotated[Path | None, typer.Option(help="A text file with one label a line.", exists=True)] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the task; by default from the file's.")] = None,
+    labels: Annotated[Path | None, typer.Option(help="A text file with one label per line.", exists=True)] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the task.  [default: from the name of FILE]")] = None,
 ) -> None:
-    """Turn a model file of the 2023 reproduction (transformers-learnable-memory) into task files."""
+    """Import a model of the 2023 reproduction as task files.
+
+    The reproduction is transformers-learnable-memory; its files are models/*.pt.
+    """
     from vit_memory.backbone import load_backbone
     from vit_memory.files import interop
     from vit_memory.files.taskfile import save_task
 
-    known = labels.read_text(encoding="utf-8").splitlines() if labels else None
-    tasks = interop.import_reproduction(file, load_backbone(backbone), labels=known, name=name)
+    label_names = labels.read_text(encoding="utf-8").splitlines() if labels else None
+    tasks = interop.import_reproduction(file, load_backbone(backbone), labels=label_names, name=name)
     for task in tasks:
         path = out / f"{task.name}.safetensors"
         save_task(task, path)
@@ -158,10 +167,10 @@ def import_reproduction(
 
 def push(
     folder: BundleFolder,
-    repo: Annotated[str, typer.Argument(help="user/name on the hub.")],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="user/name on the hub.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
 ) -> None:
-    """Put a bundle on the Hugging Face hub, with a model card written from it."""
+    """Upload a bundle to the Hugging Face hub, with a model card."""
     from vit_memory.files import sharing
     from vit_memory.files.bundle import Bundle
 
@@ -169,11 +178,11 @@ def push(
 
 
 def pull(
-    repo: Annotated[str, typer.Argument(help="user/name on the hub.")],
-    out: Annotated[Path | None, typer.Option(help="Folder to copy it to; by default the repository's name.")] = None,
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="user/name on the hub.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write it to.  [default: the name in REPO]")] = None,
     revision: Annotated[str | None, typer.Option(help="A branch, tag or commit.")] = None,
 ) -> None:
-    """Fetch a bundle from the Hugging Face hub and check it."""
+    """Download a bundle from the Hugging Face hub and check it."""
     from vit_memory.files import sharing
     from vit_memory.files.card import counted
 

@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 
 
 def spread_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the fields of its dataclass parameters in the place of these parameters."""
+    """The command with its dataclass parameters replaced by their fields."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
@@ -30,12 +30,12 @@ def spread_options(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
+    def run(**options: Any) -> None:
         values = {
-            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+            name: group(**{field.name: options.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
         }
-        command(**values, **given)
+        command(**values, **options)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

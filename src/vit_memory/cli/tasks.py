@@ -1,4 +1,4 @@
-"""vit-memory task: change what a task file is called, or which parents it is pinned to."""
+"""vit-memory task: rename the task of a file, or pin it to other parents."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,21 +11,21 @@ if TYPE_CHECKING:
 task_app = typer.Typer(
     rich_markup_mode=None,
     no_args_is_help=True,
-    help="Rename a task file, or pin a task to parents that were trained again.",
+    help="Rename a task, or pin it to parents that were trained again.",
 )
 
 Rename = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="FILE=NAME", help="Call the task of this file NAME here, where two have one name; may be given again."
+        metavar="FILE=NAME", help="Use NAME for the task of FILE, if two tasks have one name; may be repeated."
     ),
 ]
 
 
-def parse_rename(given: list[str] | None) -> dict[Path, str]:
-    """Names by file, from what was given to --rename."""
+def parse_rename(options: list[str] | None) -> dict[Path, str]:
+    """New names by file, from the values of --rename."""
     names: dict[Path, str] = {}
-    for text in given or ():
+    for text in options or ():
         file, _, name = text.rpartition("=")
         if not file or not name:
             raise typer.BadParameter(f"{text!r}: expected FILE=NAME.", param_hint="--rename")
@@ -37,8 +37,8 @@ def parse_rename(given: list[str] | None) -> dict[Path, str]:
 
 @task_app.command()
 def rename(
-    file: Annotated[Path, typer.Argument(help="A task file (.safetensors).", exists=True)],
-    name: Annotated[str, typer.Argument(help="The new name of the task.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A task file (.safetensors).", exists=True)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The new name of the task.")],
     out: Annotated[
         Path | None, typer.Option(help="Write a renamed copy to this file and keep FILE.  [default: NAME beside FILE]")
     ] = None,
@@ -46,21 +46,21 @@ def rename(
         bool, typer.Option("--children", help="Also rewrite the task files beside FILE that extend it.")
     ] = False,
 ) -> None:
-    """Rename a task: NAME.safetensors takes the place of FILE. For tasks of a bundle: vit-memory bundle rename."""
+    """Rename the task of a file; NAME.safetensors replaces FILE. For a task of a bundle: vit-memory bundle rename."""
     if out is not None and children:
         raise typer.BadParameter("--children rewrites the files beside FILE, --out leaves them as they are.")
     from vit_memory.files.edit import rename_file
 
     own, *others = rename_file(file, name, out=out, children=children)
-    old_file = f"{file} is kept" if file.exists() else f"{file} is gone"
+    old_file = f"{file} is kept" if file.exists() else f"{file} is removed"
     typer.echo(
         f"{own.path}: task {own.before.name!r} is now called {name!r}{'' if file == own.path else f'; {old_file}'}"
     )
     for other in others:
-        typer.echo(_rewritten(other))
+        typer.echo(_rewritten_line(other))
 
 
-def _rewritten(change: "Change") -> str:
+def _rewritten_line(change: "Change") -> str:
     line = f"{change.path}: rewritten, extends {', '.join(change.after.parents)}"
     if change.after.digest != change.before.digest:
         line += (
@@ -72,31 +72,32 @@ def _rewritten(change: "Change") -> str:
 
 @task_app.command()
 def repin(
-    child: Annotated[Path, typer.Argument(help="The task file to change.", exists=True)],
+    child: Annotated[Path, typer.Argument(metavar="CHILD", help="The task file to change.", exists=True)],
     parents: Annotated[
-        list[Path], typer.Argument(metavar="PARENT…", help="Task files of parents that it extends.", exists=True)
+        list[Path], typer.Argument(metavar="PARENT", help="Task files of the parents that it extends.", exists=True)
     ],
     out: Annotated[Path | None, typer.Option(help="Write to this file and keep CHILD.  [default: CHILD]")] = None,
 ) -> None:
-    """Pin a task to parents as they are now, after they were trained again. Its weights stay, its answers change.
+    """Pin a task to parents that were trained again.
 
-    A task is pinned to the content of its parents, because it was trained to read them. This command says that other
-    parents of the same names will do. Evaluate the task again afterwards, or better, train it again.
+    A task is pinned to the content of its parents, because it was trained to read them. This command accepts other
+    parents of the same names: its weights stay, its outputs change. Evaluate the task again afterwards, or better,
+    train it again.
     """
     from vit_memory.files.edit import pinned_beside, repin_file
 
     change, pins = repin_file(child, parents, out=out)
     for pin in pins:
         old, new = "not pinned" if pin.before is None else f"{pin.before[:12]}…", f"{pin.after[:12]}…"
-        said = f"is {new}, as before" if pin.before == pin.after else f"was {old}, is now {new}"
-        typer.echo(f"{change.path}: parent {pin.parent!r} {said}")
+        pinned = f"is {new}, as before" if pin.before == pin.after else f"was {old}, is now {new}"
+        typer.echo(f"{change.path}: parent {pin.parent!r} {pinned}")
     for before, after in zip(change.before.parents, change.after.parents, strict=True):
         if before != after:
             typer.echo(f"{change.path}: parent {before!r} is now called {after!r}")
-    moved = [repr(pin.parent) for pin in pins if pin.before is not None and pin.before != pin.after]
-    if moved:
+    replaced = [repr(pin.parent) for pin in pins if pin.before is not None and pin.before != pin.after]
+    if replaced:
         typer.echo(
-            f"warning: {change.after.name!r} was trained with another {', '.join(moved)}; its answers change. "
+            f"warning: {change.after.name!r} was trained with another {', '.join(replaced)}; its outputs change. "
             f"Evaluate it again, or train it again.",
             err=True,
         )

@@ -57,25 +57,13 @@ def evaluate(
         loader = Loader(split, transform, batch, workers, "fail")
     else:
         loader = Loader(split, transform, batch, workers, "skip", skipped)
-    outputs: dict[str, list[Tensor]] = {name: [] for name in names}
-    targets = []
-    with PieceThreads(model.backbone.device, threads) as pool:
-        for part in loader.batches():
-            targets.append(part.targets)
-            for name, output in _outputs(model, part.images, names, pool).items():
-                outputs[name].append(output)
-    if not targets:
-        raise nothing_usable("image", loader.bad.first)
-    truth = torch.cat(targets)
-    if not bool(truth.isfinite().any()):
+    outputs, targets = _run(model, loader, names, threads)
+    if not bool(targets.isfinite().any()):
         raise DataError(
-            f"not one of {len(truth)} images has a known {'value' if split.kind == 'regression' else 'label'}."
+            f"not one of {len(targets)} images has a known {'value' if split.kind == 'regression' else 'label'}."
         )
     tasks = {name: model.tasks[name] for name in names}
-    return {
-        name: score_task(task, torch.cat(outputs[name]), _in_order_of(task, truth, labels))
-        for name, task in tasks.items()
-    }
+    return {name: score_task(task, outputs[name], _in_order_of(task, targets, labels)) for name, task in tasks.items()}
 
 
 def predict(
@@ -131,6 +119,20 @@ def image_files(sources: Iterable[Path]) -> Iterator[str]:
             for name in sorted(names):
                 if Path(name).suffix.lower() in EXTENSIONS and not name.startswith("."):
                     yield str(Path(parent) / name)
+
+
+def _run(model: Model, loader: Loader, names: Sequence[str], threads: int | None) -> tuple[dict[str, Tensor], Tensor]:
+    """The outputs (n, C) of every task for all images of a loader, and the targets."""
+    outputs: dict[str, list[Tensor]] = {name: [] for name in names}
+    targets = []
+    with PieceThreads(model.backbone.device, threads) as pool:
+        for part in loader.batches():
+            targets.append(part.targets)
+            for name, output in _outputs(model, part.images, names, pool).items():
+                outputs[name].append(output)
+    if not targets:
+        raise nothing_usable("image", loader.bad.first)
+    return {name: torch.cat(parts) for name, parts in outputs.items()}, torch.cat(targets)
 
 
 @torch.no_grad()

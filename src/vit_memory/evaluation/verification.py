@@ -1,8 +1,13 @@
-"""Promises 1 to 3, tried on any backbone: random tasks in random graphs, judged by library and dense rule."""
+"""Checks promises 1 to 3 on any backbone: random tasks in random graphs, against the library and the dense reference.
+
+1. the original output is the library's own, bit for bit; 2. a task beside others gives what it gives alone;
+3. the fast pass agrees with the dense reference.
+"""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import get_args
 
 import torch
@@ -15,67 +20,68 @@ from vit_memory.model import MemoryViT
 from vit_memory.reference import dense_forward
 from vit_memory.task import Kind, TargetScale, Task, new_task
 
-# What rounding may do to logits of unit scale through a whole ViT. Half precision carries 8 or 11 bits.
+# The largest differences that rounding causes in logits of unit scale. Half precision has 8 or 11 significant bits.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What was seen on one backbone."""
+class Verification:
+    """The result for one backbone."""
 
     family: str
     base_identical: bool
-    worst_interference: float
+    worst_interference: float  # largest difference between a task beside others and alone
     worst_reference_difference: float
     tolerance: float
 
     @property
-    def kept(self) -> bool:
-        """Whether every promise held."""
+    def passed(self) -> bool:
+        """Whether every promise holds."""
         worst = max(self.worst_interference, self.worst_reference_difference)
-        return self.base_identical and worst <= self.tolerance  # NaN is no promise kept
+        return self.base_identical and worst <= self.tolerance  # False for NaN
 
 
 def random_tasks(backbone: Backbone, count: int, seed: int) -> list[Task]:
     """Tasks of all composable regimes and kinds and several sizes, in a random acyclic graph, of unit scale."""
-    chance, kinds = random.Random(seed), random.Random(f"kinds {seed}")
+    choices, kinds = random.Random(seed), random.Random(f"kinds {seed}")
     generator = torch.Generator().manual_seed(seed)
-
-    def drawn(like: Tensor, std: float) -> Tensor:
-        return torch.randn(like.shape, generator=generator) * std
-
     tasks: list[Task] = []
     for i in range(count):
-        regime = chance.choice(("memory", "memory", "memory", "class", "head"))
+        regime = choices.choice(("memory", "memory", "memory", "class", "head"))
         kind = kinds.choice(get_args(Kind))
-        parents = [task.name for task in tasks if chance.random() < 0.3]
-        fresh = new_task(
+        parents = [task.name for task in tasks if choices.random() < 0.3]
+        task = new_task(
             backbone,
             f"task-{i}",
-            [str(c) for c in range(chance.randint(1, 6))],
+            [str(c) for c in range(choices.randint(1, 6))],
             regime=regime,  # type: ignore[arg-type]
             kind=kind,
-            cells=chance.choice((1, 2, 5, 9)) if regime == "memory" else None,
+            cells=choices.choice((1, 2, 5, 9)) if regime == "memory" else None,
             parents=parents,
             generator=generator,
         )
-        token, count = fresh.class_token, len(fresh.labels)
-        tasks.append(
-            replace(
-                fresh,
-                thresholds=tuple(kinds.random() for _ in range(count)) if kind == "multi-label" else None,
-                target_scale=_random_scale(kinds, count) if kind == "regression" else None,
-                class_token=None if token is None else token + drawn(token, 0.5),
-                memory=drawn(fresh.memory, 0.5),
-                head_weight=drawn(fresh.head_weight, backbone.width**-0.5),
-                head_bias=drawn(fresh.head_bias, 0.1),
-            )
-        )
+        tasks.append(_with_random_values(task, kinds, generator))
     return tasks
 
 
-def _random_scale(chance: random.Random, count: int) -> TargetScale:
-    mean, std = zip(*((chance.uniform(-1, 1), chance.uniform(0.5, 1.5)) for _ in range(count)), strict=True)
+def _with_random_values(task: Task, kinds: random.Random, generator: torch.Generator) -> Task:
+    def normal(like: Tensor, std: float) -> Tensor:
+        return torch.randn(like.shape, generator=generator) * std
+
+    token, count = task.class_token, len(task.labels)
+    return replace(
+        task,
+        thresholds=tuple(kinds.random() for _ in range(count)) if task.kind == "multi-label" else None,
+        target_scale=_random_scale(kinds, count) if task.kind == "regression" else None,
+        class_token=None if token is None else token + normal(token, 0.5),
+        memory=normal(task.memory, 0.5),
+        head_weight=normal(task.head_weight, task.backbone.width**-0.5),
+        head_bias=normal(task.head_bias, 0.1),
+    )
+
+
+def _random_scale(choices: random.Random, count: int) -> TargetScale:
+    mean, std = zip(*((choices.uniform(-1, 1), choices.uniform(0.5, 1.5)) for _ in range(count)), strict=True)
     return TargetScale(mean, std)
 
 
@@ -89,33 +95,29 @@ def verify(
     batches: Sequence[int] = (1, 3),
     sizes: Sequence[tuple[int, int]] | None = None,
     seed: int = 0,
-) -> Verdict:
-    """Try the promises on a library model, which is cast to `dtype` in a copy and otherwise untouched."""
-    judge = load_backbone(model, dtype=dtype).model  # the library's own class and forward, in the dtype asked for
-    backbone = load_backbone(judge)
-    family = family_of(model)
-    identical = True
-    interference: list[float] = [0.0]
-    difference: list[float] = [0.0]
+) -> Verification:
+    """Check the promises on a library model; `dtype` applies to a copy, the model itself is not changed."""
+    library_model = load_backbone(model, dtype=dtype).model  # of the library's own class, with its own forward
+    backbone, family = load_backbone(library_model), family_of(model)
+    identical, interference, difference = True, [0.0], [0.0]
     generator = torch.Generator().manual_seed(seed)
     for g in range(graphs):
-        drawn = random_tasks(backbone, tasks, seed + g)
-        together = MemoryViT(backbone, drawn)
-        for height, width in sizes or (backbone.roles.image_size,):
-            for batch in batches:
-                images = torch.randn(batch, backbone.roles.channels, height, width, generator=generator)
-                images = images.to(backbone.device, dtype)
-                outputs = together(images)
-                with torch.no_grad():
-                    said = family.library_forward(judge, images)
-                identical &= all(torch.equal(getattr(outputs.original, field), value) for field, value in said.items())
-                reference = dense_forward(backbone, drawn, images)
-                for task in drawn:
-                    company = together.tasks.with_ancestors((task.name,))
-                    alone = MemoryViT(backbone, [together.tasks[name] for name in company])(images, (task.name,))
-                    interference.append(_distance(outputs[task.name], alone[task.name]))
-                    difference.append(_distance(outputs[task.name], reference[task.name]))
-    return Verdict(name or family.name, identical, _worst(interference), _worst(difference), TOLERANCE[dtype])
+        graph = random_tasks(backbone, tasks, seed + g)
+        together = MemoryViT(backbone, graph)
+        for (height, width), batch in product(sizes or (backbone.roles.image_size,), batches):
+            images = torch.randn(batch, backbone.roles.channels, height, width, generator=generator)
+            images = images.to(backbone.device, dtype)
+            outputs = together(images)
+            with torch.no_grad():
+                expected = family.library_forward(library_model, images)
+            identical &= all(torch.equal(getattr(outputs.original, field), value) for field, value in expected.items())
+            reference = dense_forward(backbone, graph, images)
+            for task in graph:
+                needed = together.tasks.with_ancestors((task.name,))
+                alone = MemoryViT(backbone, [together.tasks[name] for name in needed])(images, (task.name,))
+                interference.append(_distance(outputs[task.name], alone[task.name]))
+                difference.append(_distance(outputs[task.name], reference[task.name]))
+    return Verification(name or family.name, identical, _worst(interference), _worst(difference), TOLERANCE[dtype])
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -127,7 +129,9 @@ def _worst(values: Sequence[float]) -> float:
 
 
 def tiny_models() -> Iterator[tuple[str, Family, Callable[[], nn.Module] | VitMemoryError]]:
-    """Small random models of every variant of every family; in its place, an error where a library is not to be had."""
+    """Small random models of every variant of every family: name, family, and a function that builds the model, or an
+    error if the family's library cannot be imported.
+    """
     for family in families():
         try:
             models = family.tiny_models()

@@ -60,7 +60,9 @@ def bundle_of(path: Path) -> Path | None:
 
 def _remedy(folder: Path) -> str:
     if (folder / TASKS).is_dir():
-        return f" Its {TASKS}/ may be left of an interrupted copy: delete {folder}, and create or pull it again."
+        return (
+            f" Its {TASKS}/ may be left from an interrupted command: create or pull the bundle again in another folder."
+        )
     return " Create one: vit-memory bundle create"
 
 

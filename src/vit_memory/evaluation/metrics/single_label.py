@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vit_memory.evaluation.metrics.intervals import Interval, wilson_interval
 
-_BINS = 15  # of equal width, for the calibration error
+CALIBRATION_BINS = 15  # of equal width, for the calibration error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,8 +84,8 @@ def score_single_label(logits: Tensor, targets: Tensor, labels: Sequence[str]) -
     confidence, predicted = logits.double().softmax(-1).max(-1)
     correct = predicted == targets
     confusion = torch.zeros(C * C, dtype=torch.int64).index_add_(0, targets * C + predicted, torch.ones_like(targets))
-    bins = (confidence * _BINS).long().clamp(max=_BINS - 1)
-    gaps = torch.zeros(_BINS, dtype=torch.float64).index_add_(0, bins, confidence - correct.double())
+    bins = (confidence * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
+    gaps = torch.zeros(CALIBRATION_BINS, dtype=torch.float64).index_add_(0, bins, confidence - correct.double())
     accuracy = float(correct.double().mean())
     return SingleLabelScores(
         labels=tuple(labels),
