@@ -31,7 +31,7 @@ from vit_memory.data.loading import Loader
 from vit_memory.data.splits import Split
 from vit_memory.data.transforms import Evaluation
 from vit_memory.graph import TaskGraph
-from vit_memory.parallel import PieceThreads, pieces
+from vit_memory.parallel import ChunkThreads, chunk_slices
 from vit_memory.training.batch_plan import PlannedBatch
 from vit_memory.training.batches import Chunk, stored_chunks
 from vit_memory.training.cache import Cache
@@ -93,7 +93,7 @@ def live(model: nn.Module, count: int, settings: int) -> Work:
     at_most = TrunkShape.of(backbone, (224, 224)).live_chunk(backbone.dtype, threads)
     chunks = [
         Chunk(partial(sweep.encode, images[part]), labels[part], torch.arange(count)[part])
-        for part in pieces(count, threads, at_most)
+        for part in chunk_slices(count, threads, at_most)
     ]
     step = stepper(sweep)
     return lambda: step(chunks)
@@ -102,7 +102,7 @@ def live(model: nn.Module, count: int, settings: int) -> Work:
 def stepper(sweep: MaskedSweep) -> Callable[[Sequence[Chunk]], None]:
     """A step as the loop takes it; between steps torch has its threads back, for the other side of the race."""
     number = torch.get_num_threads()
-    threads = PieceThreads(sweep.backbone.device).__enter__()  # stays open: its threads keep their buffers
+    threads = ChunkThreads(sweep.backbone.device).__enter__()  # stays open: its threads keep their buffers
     torch.set_num_threads(number)
 
     def step(chunks: Sequence[Chunk]) -> None:

@@ -241,7 +241,7 @@ def test_threads_give_the_weights_of_one_and_the_same_bits_each_time(backbone, t
 
 
 def test_an_error_in_one_thread_is_raised_and_torch_has_its_threads_back(backbone):
-    from vit_memory.parallel import PieceThreads
+    from vit_memory.parallel import ChunkThreads
 
     before = torch.get_num_threads()
 
@@ -250,7 +250,7 @@ def test_an_error_in_one_thread_is_raised_and_torch_has_its_threads_back(backbon
             raise ValueError("piece 1")
         return i
 
-    with pytest.raises(ValueError, match="piece 1"), PieceThreads(torch.device("cpu"), 2) as threads:
+    with pytest.raises(ValueError, match="piece 1"), ChunkThreads(torch.device("cpu"), 2) as threads:
         threads.map(fail, [0, 1, 2])
     assert torch.get_num_threads() == before
 

@@ -1,12 +1,12 @@
-"""Pieces of a batch in threads: one thread computes a whole piece, and threads wait for one another once per batch.
+"""Chunks of a batch in threads: one thread computes a whole chunk, and threads wait for one another once per batch.
 
 torch's own parallelism cuts every operation into parts and waits after each. A ViT on small images is a thousand short
 operations, and where other programs use the cores too, each wait is for a thread that has no core: beside one busy
-process per core a training ran at 0.2 of its idle speed (`benchmarks/contention.py`). A thread that computes a piece by
-itself gets the share of a core that is its due.
+process per core a training ran at 0.2 of its idle speed (`benchmarks/contention.py`). A thread that computes a chunk by
+itself gets its fair share of a core.
 
-What a piece gives depends on its images and not on who else computes, so results depend on how a batch is cut, never
-on how busy the machine is.
+The result of a chunk depends on its images only, so results depend on how a batch is cut, never on how busy the machine
+is.
 """
 
 import math
@@ -17,20 +17,20 @@ from typing import TypeVar
 
 import torch
 
-FEWEST = 8  # images in a piece: below, every product is bound by reading its weights
-Piece = TypeVar("Piece")
+MIN_CHUNK = 8  # images in a chunk: below, every product is bound by reading its weights
+Chunk = TypeVar("Chunk")
 Result = TypeVar("Result")
 
 
-def pieces(count: int, threads: int, at_most: int | None = None) -> Iterator[slice]:
-    """Cut `count` images into pieces of about equal size: one per thread, or a multiple of that if `at_most` asks it.
+def chunk_slices(count: int, threads: int, at_most: int | None = None) -> Iterator[slice]:
+    """Cut `count` images into chunks of about equal size: one per thread, or more where `at_most` images fit into one.
 
-    >>> list(pieces(64, threads=2))
+    >>> list(chunk_slices(64, threads=2))
     [slice(0, 32, None), slice(32, 64, None)]
     """
     number = math.ceil(count / (at_most or max(1, count)))
     if number < threads:
-        number = max(number, min(threads, count // FEWEST), 1)
+        number = max(number, min(threads, count // MIN_CHUNK), 1)
     else:
         number = min(math.ceil(number / threads) * threads, count)
     size = max(1, math.ceil(count / max(1, number)))
@@ -38,12 +38,12 @@ def pieces(count: int, threads: int, at_most: int | None = None) -> Iterator[sli
 
 
 def limit_threads(threads: int | None) -> None:
-    """Let torch use so many threads in this process; None leaves it as it is."""
+    """Set the number of threads that torch uses in this process; None leaves it unchanged."""
     if threads is not None:
         torch.set_num_threads(threads)
 
 
-class PieceThreads:
+class ChunkThreads:
     """Threads that share the cores torch was given. Use as a context; torch's setting is restored at its end.
 
     `threads` is how many there are: torch's number by default, one on a device other than the CPU.
@@ -54,10 +54,10 @@ class PieceThreads:
         self._before = torch.get_num_threads()
         self._pool: ThreadPoolExecutor | None = None
 
-    def __enter__(self) -> "PieceThreads":
+    def __enter__(self) -> "ChunkThreads":
         if self.threads > 1:
             self._before = torch.get_num_threads()
-            self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="piece")
+            self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="chunk")
             torch.set_num_threads(1)  # what lies between batches is too short to be cut up
         return self
 
@@ -69,10 +69,10 @@ class PieceThreads:
             self._pool = None
             torch.set_num_threads(self._before)
 
-    def map(self, compute: Callable[[Piece], Result], work: Sequence[Piece]) -> list[Result]:
-        """`compute` of every piece, in order. A single piece gets all cores; an exception of any piece is raised."""
+    def map(self, compute: Callable[[Chunk], Result], work: Sequence[Chunk]) -> list[Result]:
+        """`compute` of every chunk, in order. A single chunk gets all cores; an exception of any chunk is raised."""
         if self._pool is None:
-            return [compute(piece) for piece in work]
+            return [compute(chunk) for chunk in work]
         if len(work) == 1:
             torch.set_num_threads(self.threads)
             try:
@@ -82,18 +82,18 @@ class PieceThreads:
         each = max(1, self.threads // max(1, len(work)))
         graph = torch.is_grad_enabled()  # a setting of each thread
 
-        def run(piece: Piece) -> Result:
+        def run(chunk: Chunk) -> Result:
             torch.set_num_threads(each)
             with torch.set_grad_enabled(graph):
-                return compute(piece)
+                return compute(chunk)
 
-        running = [self._pool.submit(run, piece) for piece in work]
+        running = [self._pool.submit(run, chunk) for chunk in work]
         try:
             return [future.result() for future in running]
         finally:
             for future in running:
                 future.cancel()
 
-    def rounds(self, work: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
-        """`work` in as many pieces at a time as there are threads, so that results can be added up as they come."""
+    def rounds(self, work: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
+        """`work` in as many chunks at a time as there are threads, so that results can be added up as they come."""
         return (work[start : start + self.threads] for start in range(0, len(work), self.threads))

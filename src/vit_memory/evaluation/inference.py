@@ -18,7 +18,7 @@ from vit_memory.data.transforms import Evaluation
 from vit_memory.errors import DataError
 from vit_memory.evaluation.metrics import AnyScores, score_task
 from vit_memory.evaluation.models import Model, preprocessing_of
-from vit_memory.parallel import PieceThreads, pieces
+from vit_memory.parallel import ChunkThreads, chunk_slices
 from vit_memory.predictions import Prediction, predictions
 from vit_memory.task import Task
 
@@ -98,7 +98,7 @@ def predict(
         split = Split(ImageFiles(tuple(chunk)), torch.zeros(len(chunk), dtype=torch.int64).numpy(), (b"",) * len(chunk))
         loader = Loader(split, transform, batch, workers, "skip", skipped)
         predicted: dict[int, dict[str, Prediction]] = {}
-        with PieceThreads(model.backbone.device, threads) as pool:
+        with ChunkThreads(model.backbone.device, threads) as pool:
             for part in loader.batches():
                 for name, output in _outputs(model, part.images, names, pool).items():
                     rows = zip(part.indices.tolist(), predictions(model.tasks[name], output), strict=True)
@@ -142,7 +142,7 @@ def _run(
     """The outputs (n, C) of every task for all images of a loader, their targets, and their positions in the split."""
     outputs: dict[str, list[Tensor]] = {name: [] for name in names}
     targets, indices = [], []
-    with PieceThreads(model.backbone.device, threads) as pool:
+    with ChunkThreads(model.backbone.device, threads) as pool:
         for part in loader.batches():
             targets.append(part.targets)
             indices.append(part.indices)
@@ -154,7 +154,7 @@ def _run(
 
 
 @torch.no_grad()
-def _outputs(model: Model, images: Tensor, names: Sequence[str], pool: PieceThreads) -> dict[str, Tensor]:
+def _outputs(model: Model, images: Tensor, names: Sequence[str], pool: ChunkThreads) -> dict[str, Tensor]:
     """The outputs of the tasks for a batch, on the CPU; each thread of the pool computes a piece of the batch."""
     device = model.backbone.device
 
@@ -163,7 +163,7 @@ def _outputs(model: Model, images: Tensor, names: Sequence[str], pool: PieceThre
             outputs = model(images[part].to(device), list(names))
         return {name: outputs[name].float().cpu() for name in names}
 
-    parts = pool.map(compute, list(pieces(len(images), pool.threads)))
+    parts = pool.map(compute, list(chunk_slices(len(images), pool.threads)))
     return {name: torch.cat([part[name] for part in parts]) for name in names}
 
 

@@ -17,7 +17,7 @@ from vit_memory.backbone import Backbone
 from vit_memory.data.loading import Batch, Loader
 from vit_memory.data.transforms import view_size
 from vit_memory.errors import TrainingError
-from vit_memory.parallel import PieceThreads, pieces
+from vit_memory.parallel import ChunkThreads, chunk_slices
 from vit_memory.training.batch_plan import PlannedBatch, epochs, plan_batches
 from vit_memory.training.cache import Cache, Storage, choose_storage
 from vit_memory.training.ranks import Ranks
@@ -55,7 +55,7 @@ class BatchSource(Protocol):
     precision: str  # the dtype of stored trunks, or "live"
 
     def prepare(
-        self, on_progress: Callable[[int, int], None], check_stop: Callable[[], None], threads: PieceThreads
+        self, on_progress: Callable[[int, int], None], check_stop: Callable[[], None], threads: ChunkThreads
     ) -> None:
         """Work before the first step. `on_progress` receives views done and in total, `check_stop` may raise."""
 
@@ -77,7 +77,7 @@ class LiveBatches:
         self.shape = TrunkShape.of(backbone, view_size(loaders.train.transform.preprocessing))
 
     def prepare(
-        self, on_progress: Callable[[int, int], None], check_stop: Callable[[], None], threads: PieceThreads
+        self, on_progress: Callable[[int, int], None], check_stop: Callable[[], None], threads: ChunkThreads
     ) -> None:
         """Nothing."""
 
@@ -99,7 +99,7 @@ class LiveBatches:
         at_most = self.recipe.chunk or self.shape.live_chunk(self.backbone.dtype, threads)
         return [
             Chunk(partial(self._encode, batch.images[part]), batch.targets[part], batch.indices[part])
-            for part in pieces(len(batch.indices), threads, at_most)
+            for part in chunk_slices(len(batch.indices), threads, at_most)
         ]
 
     def _encode(self, images: Tensor) -> Encoding:
@@ -128,7 +128,7 @@ class StoredBatches:
             store.close()
 
     def prepare(
-        self, on_progress: Callable[[int, int], None], check_stop: Callable[[], None], threads: PieceThreads
+        self, on_progress: Callable[[int, int], None], check_stop: Callable[[], None], threads: ChunkThreads
     ) -> None:
         """Fill the stores."""
         train, total = self.train.rows, self.train.rows + self.validation.rows
@@ -164,7 +164,7 @@ def stored_chunks(store: TrunkStore, rows: Tensor, indices: Tensor, threads: int
     targets = torch.from_numpy(store.loader.split.targets)
     return [
         Chunk(partial(store.trunk, rows[part]), targets[indices[part]], indices[part])
-        for part in pieces(len(rows), threads, at_most)
+        for part in chunk_slices(len(rows), threads, at_most)
     ]
 
 

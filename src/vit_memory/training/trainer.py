@@ -10,7 +10,7 @@ from torch import Tensor
 from vit_memory.backbone import Backbone
 from vit_memory.data.loading import nothing_usable
 from vit_memory.errors import TrainingError, TrainingStopped
-from vit_memory.parallel import PieceThreads
+from vit_memory.parallel import ChunkThreads
 from vit_memory.training.batches import BatchSource, Chunk, Loaders
 from vit_memory.training.callbacks import Callbacks, Progress
 from vit_memory.training.checkpoint import CheckpointFile, TrainingState
@@ -36,7 +36,7 @@ class Trainer:
     ) -> None:
         self.device, self.sweep, self.recipe, self.source = backbone.device, sweep, recipe, source
         self.loaders, self.ranks, self.state = loaders, ranks, state
-        self.threads = PieceThreads(backbone.device, state.threads)
+        self.threads = ChunkThreads(backbone.device, state.threads)
         images = len(loaders.train.split)
         # Every epoch has its own order, so only twice its steps are certain to contain one whole epoch.
         self._max_empty_steps = 2 * math.ceil(images / min(recipe.batch, images))

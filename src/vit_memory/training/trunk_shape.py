@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vit_memory.backbone import Backbone
-from vit_memory.parallel import FEWEST
+from vit_memory.parallel import MIN_CHUNK
 from vit_memory.trunk import run_trunk
 
 _LIVE_BYTES = 80 * 2**20  # of trunks, over all threads
@@ -47,7 +47,7 @@ class TrunkShape:
 
         What a block frees is then also small enough for the C allocator to keep for the next (`backbone.py`).
         """
-        return max(FEWEST, _LIVE_BYTES // (threads * self.bytes(1, dtype)))
+        return max(MIN_CHUNK, _LIVE_BYTES // (threads * self.bytes(1, dtype)))
 
     def stored_chunk(self, dtype: torch.dtype, threads: int, settings: int) -> int:
         """How many stored images each thread computes at a time: a few long products are faster than many short ones.
@@ -55,7 +55,7 @@ class TrunkShape:
         There is no backbone pass beside a stored trunk, but the graphs of many settings take memory.
         """
         graphs = settings * self.blocks * _GRAPH_WIDTHS * self.width * dtype.itemsize
-        return max(FEWEST, _STORED_BYTES // (threads * (self.bytes(1, dtype) + graphs)))
+        return max(MIN_CHUNK, _STORED_BYTES // (threads * (self.bytes(1, dtype) + graphs)))
 
 
 def even_slices(count: int, at_most: int) -> Iterator[slice]:

@@ -23,7 +23,7 @@ from vit_memory.buffers import ThreadBuffers
 from vit_memory.data.loading import Loader
 from vit_memory.data.transforms import Training, view_size
 from vit_memory.outputs import Original
-from vit_memory.parallel import PieceThreads
+from vit_memory.parallel import ChunkThreads
 from vit_memory.training.batch_plan import PlannedBatch
 from vit_memory.training.cache import Cache
 from vit_memory.training.locks import UseMark, exclusive, remove_stale_marks
@@ -131,7 +131,7 @@ class TrunkStore:
         self,
         on_progress: Callable[[int], None] = lambda rows: None,
         check_stop: Callable[[], None] = lambda: None,
-        threads: PieceThreads | None = None,
+        threads: ChunkThreads | None = None,
     ) -> None:
         """Compute the rows that are missing. `check_stop` is called between batches and may raise."""
         tensors = self._open_tensors()
@@ -139,7 +139,7 @@ class TrunkStore:
         with nullcontext() if tensors.folder is None else exclusive(tensors.folder / "store.lock", check_stop):
             missing = [batch for batch in self._batches() if not bool(tensors.done[self._rows(*batch)].all())]
             present = self.rows - sum(len(batch.indices) for batch in missing)
-            threads = threads or PieceThreads(self.backbone.device, 1)
+            threads = threads or ChunkThreads(self.backbone.device, 1)
             self._compute(missing, lambda computed: on_progress(present + computed), check_stop, threads)
             left_out = self.rows - int(tensors.done.sum())
             if tensors.folder is not None and left_out:
@@ -161,7 +161,7 @@ class TrunkStore:
         batches: Sequence[PlannedBatch],
         on_progress: Callable[[int], None],
         check_stop: Callable[[], None],
-        threads: PieceThreads,
+        threads: ChunkThreads,
     ) -> None:
         tensors, computed = self._open_tensors(), 0
         unmarked: list[Tensor] = []
