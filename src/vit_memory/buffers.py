@@ -26,7 +26,7 @@ class BufferPool:
 
 
 class ThreadBuffers(threading.local):
-    """A pool for each thread: threads compute different pieces of a batch at the same time."""
+    """A pool for each thread: threads compute different chunks of a batch at the same time."""
 
     def __init__(self) -> None:
         self.pool = BufferPool()

@@ -155,7 +155,7 @@ def _run(
 
 @torch.no_grad()
 def _outputs(model: Model, images: Tensor, names: Sequence[str], pool: ChunkThreads) -> dict[str, Tensor]:
-    """The outputs of the tasks for a batch, on the CPU; each thread of the pool computes a piece of the batch."""
+    """The outputs of the tasks for a batch, on the CPU; each thread of the pool computes a chunk of the batch."""
     device = model.backbone.device
 
     def compute(part: slice) -> dict[str, Tensor]:
