@@ -11,7 +11,7 @@ from rich.console import Console
 from vit_memory.cli import progress as cli_progress
 from vit_memory.cli import terminal
 from vit_memory.cli.progress import TrainingProgress, show_log
-from vit_memory.training.loop import Progress
+from vit_memory.training.callbacks import Progress
 
 NAN = float("nan")
 STEPS = [

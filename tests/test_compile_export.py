@@ -59,5 +59,5 @@ def test_a_trace_leaves_nothing_behind_in_the_model():
     model = MemoryViT(backbone, graph_shapes(backbone)["chain"])
     torch.export.export(model, (images(2),))
     assert not model._snapshot.selections
-    assert not model._snapshot.kept
+    assert not model._snapshot.prepared
     assert torch.isfinite(model(images())["c"]).all()
