@@ -16,7 +16,7 @@ LAYERS = (
     {"files", "data"},
     {"core"},
     {"families"},
-    {"atomic", "errors", "preprocessing", "outputs", "buffers", "parallel", "ranking", "user_cache"},
+    {"atomic", "choices", "errors", "preprocessing", "outputs", "buffers", "parallel", "ranking", "user_cache"},
 )
 ONLY_IN = {
     "transformers": "families",

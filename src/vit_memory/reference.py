@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from vit_memory.backbone import Backbone
+from vit_memory.choices import Regime
 from vit_memory.errors import TaskError
 from vit_memory.families.roles import Block, Roles, Rotation
 from vit_memory.graph import TaskGraph
 from vit_memory.outputs import Original, Outputs
-from vit_memory.task import COMPOSABLE, Regime, Task
+from vit_memory.task import COMPOSABLE, Task
 from vit_memory.trunk import by_heads, finish_block, split_qkv
 
 

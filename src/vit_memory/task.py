@@ -7,19 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vit_memory.backbone import Backbone, BackboneIdentity
+from vit_memory.choices import Kind, Regime, Start
 from vit_memory.errors import TaskError
 from vit_memory.preprocessing import Preprocessing
-
-Kind = Literal["single-label", "multi-label", "regression"]
-Regime = Literal["head", "class", "memory", "memory-unmasked", "full", "propagated", "additive"]
-Start = Literal["original", "normal"]
 
 COMPOSABLE: frozenset[Regime] = frozenset({"head", "class", "memory"})
 MEMORY_STD = 0.02  # the paper's, for memory cells drawn before the norm

@@ -8,9 +8,9 @@ from block to block, `additive` hands them on and adds new ones to them.
 import torch
 from torch import Tensor
 
+from vit_memory.choices import Regime
 from vit_memory.families.roles import Block, Roles, Rotation
 from vit_memory.outputs import Original
-from vit_memory.task import Regime
 from vit_memory.trunk import by_heads, finish_block, split_qkv
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from itertools import count
-from typing import get_args
 
 import pytest
 import torch
@@ -171,24 +170,6 @@ def test_a_wrong_option_is_refused_at_once(photos, backbone, tmp_path, option, v
     assert said.exit_code == 2
     assert message in said.output
     assert not (tmp_path / "run").exists()
-
-
-def test_the_command_offers_the_words_that_the_library_accepts():
-    from vit_memory import task
-    from vit_memory.cli import train_options as options
-    from vit_memory.data import loading, transforms
-    from vit_memory.training import cache, recipe
-
-    for offered, accepted in (
-        (options.Regime, task.Regime),
-        (options.Start, task.Start),
-        (options.Optimiser, recipe.Optimiser),
-        (options.Augment, transforms.Augment),
-        (options.CacheMode, cache.CacheMode),
-        (options.CacheDtype, cache.CacheDtype),
-        (options.OnBadImage, loading.OnBadImage),
-    ):
-        assert {word.value for word in offered} == set(get_args(accepted))
 
 
 def test_the_defaults_of_the_command_are_those_of_the_library():

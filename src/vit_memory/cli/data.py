@@ -1,16 +1,16 @@
 """vit-memory data: check images before training on them; the data options that several commands share."""
 
 import csv
-import enum
 import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vit_memory.choices import Check, KindOrAuto, OnBadImage
 from vit_memory.cli.options import spread_options
 from vit_memory.cli.progress import show_log
 from vit_memory.cli.terminal import Bar, is_interactive
@@ -18,35 +18,10 @@ from vit_memory.cli.terminal import Bar, is_interactive
 if TYPE_CHECKING:
     from vit_memory.data.sources import Dataset
     from vit_memory.data.summary import Summary
-    from vit_memory.task import Kind
 
 SHOWN_CLASSES, SHOWN_BAD = 20, 10
 DECODED_AT_MOST = 20_000  # images that are decoded before a training: half a minute
 NOUNS = {"single-label": ("class", "classes"), "multi-label": ("label", "labels"), "regression": ("value", "values")}
-
-
-class Check(str, enum.Enum):
-    """How each image is checked."""
-
-    decode = "decode"
-    headers = "headers"
-    none = "none"
-
-
-class TaskKind(str, enum.Enum):
-    """The kind of task that the labels are for."""
-
-    auto = "auto"
-    single_label = "single-label"
-    multi_label = "multi-label"
-    regression = "regression"
-
-
-class OnBadImage(str, enum.Enum):
-    """What a bad image does to a command."""
-
-    fail = "fail"
-    skip = "skip"
 
 
 Source = Annotated[
@@ -70,7 +45,8 @@ LabelColumn = Annotated[
     ),
 ]
 KindOption = Annotated[
-    TaskKind, typer.Option("--kind", help="Kind of task: one label per image, several labels, or values (regression).")
+    KindOrAuto,
+    typer.Option("--kind", help="Kind of task: one label per image, several labels, or values (regression)."),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed for splits that have to be drawn.")]
 OnBadImageOption = Annotated[OnBadImage, typer.Option("--on-bad-image", help="Stop at a bad image, or leave it out.")]
@@ -84,7 +60,7 @@ class DataOptions:
     download: Download = False
     image_column: ImageColumn = None
     label_column: LabelColumn = None
-    kind: KindOption = TaskKind.auto
+    kind: KindOption = "auto"
 
     def open(
         self,
@@ -92,7 +68,7 @@ class DataOptions:
         seed: int,
         *,
         columns: Sequence[str] = ("label",),
-        kind: "Kind | Literal['auto']" = "auto",
+        kind: KindOrAuto = "auto",
         labels: Sequence[str] | None = None,
     ) -> "Dataset":
         """Open DATA. `columns` and `kind` apply where --label-column and --kind were not given; `labels` as in
@@ -106,7 +82,7 @@ class DataOptions:
             download=self.download,
             image_column=self.image_column,
             label_column=column_names(self.label_column, tuple(columns)),
-            kind=kind if self.kind is TaskKind.auto else self.kind.value,
+            kind=kind if self.kind == "auto" else self.kind,
             labels=labels,
             seed=seed,
         )
@@ -118,14 +94,14 @@ def data(
     *,
     options: DataOptions,
     seed: Seed = 0,
-    check: Annotated[Check, typer.Option(help="Decode every image, read its header only, or neither.")] = Check.decode,
+    check: Annotated[Check, typer.Option(help="Decode every image, read its header only, or neither.")] = "decode",
     as_json: Annotated[
         bool, typer.Option("--json", help="JSON, with all classes and bad files, instead of text.")
     ] = False,
 ) -> None:
     """Check images before training: classes, splits, sizes, bad files."""
     show_log()
-    summary = summarise_images(options.open(source, seed), check.value)
+    summary = summarise_images(options.open(source, seed), check)
     typer.echo(json.dumps(summary.as_json(), indent=2, ensure_ascii=False) if as_json else page(summary))
 
 
@@ -135,7 +111,7 @@ def column_names(option: str | None, default: tuple[str, ...] = ("label",)) -> t
     return tuple(name.strip() for name in names if name.strip()) or default
 
 
-def summarise_images(dataset: "Dataset", check: "Literal['decode', 'headers', 'none'] | None" = None) -> "Summary":
+def summarise_images(dataset: "Dataset", check: Check | None = None) -> "Summary":
     """A summary, with progress on a terminal. By default, of large datasets only the headers are checked."""
     from vit_memory.data.loading import default_workers
     from vit_memory.data.summary import summarise

@@ -53,15 +53,13 @@ def demo(
 
 
 def _table(result: "DemoResult") -> str:
-    from vit_memory.demo.page import score_text
-
-    lines = [f"{'task':16} {'kind':13} {'test score':>11} {'linear head':>12} {'file':>8} {'training':>10}"]
+    lines = [f"{'task':16} {'kind':13} {'test score':>15} {'linear head':>15} {'file':>8} {'training':>10}"]
     for trained in result.trained:
         name, kind, extends = trained.demo_task.name, trained.demo_task.kind, trained.demo_task.extends
         title = f"{name}, on {extends}" if extends else name
         lines.append(
-            f"{title:16} {kind:13} {score_text(result.scores[name]):>11} "
-            f"{score_text(result.linear_head_scores[name]):>12} {trained.file_bytes / 1000:5.0f} kB "
+            f"{title:16} {kind:13} {result.scores[name].headline:>15} "
+            f"{result.linear_head_scores[name].headline:>15} {trained.file_bytes / 1000:5.0f} kB "
             f"{trained.seconds:8.0f} s"
         )
     return "\n".join(lines) + "\n"

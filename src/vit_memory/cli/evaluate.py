@@ -1,6 +1,5 @@
 """vit-memory evaluate: score trained tasks on labelled images."""
 
-import enum
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vit_memory.cli.data import DataOptions, OnBadImage, OnBadImageOption, Seed, TaskKind
+from vit_memory.choices import SplitName
+from vit_memory.cli.data import DataOptions, OnBadImageOption, Seed
 from vit_memory.cli.models import ComputeOptions, ModelOptions
 from vit_memory.cli.options import spread_options
 from vit_memory.cli.progress import show_log, typed_command
@@ -22,21 +22,13 @@ if TYPE_CHECKING:
     from vit_memory.task import Task
 
 
-class SplitName(str, enum.Enum):
-    """A split of a dataset."""
-
-    test = "test"
-    validation = "validation"
-    train = "train"
-
-
 @dataclass(frozen=True)
 class ScoredImages:
     """The images to score on."""
 
     data: Annotated[str, typer.Option(help="Labelled images: DATA as in vit-memory data.", show_default=False)]
-    split: Annotated[SplitName, typer.Option(help="The images of DATA to score on.")] = SplitName.test
-    on_bad_image: OnBadImageOption = OnBadImage.fail
+    split: Annotated[SplitName, typer.Option(help="The images of DATA to score on.")] = "test"
+    on_bad_image: OnBadImageOption = "fail"
     seed: Seed = 0
 
 
@@ -69,7 +61,7 @@ def evaluate(
     for name, reason in results.not_scored.items():
         typer.echo(f"not scored: {name}. {reason}", err=True)
     if report is not None:
-        _write_report(report, opened, results, images.split.value)
+        _write_report(report, opened, results, images.split)
     typer.echo(results.as_json(images) if as_json else "\n\n".join(results.sections))
 
 
@@ -85,7 +77,7 @@ class _Results:
 
     def as_json(self, images: ScoredImages) -> str:
         skipped = [{"image": name, "reason": reason} for name, reason in self.skipped.items()]
-        record = {"data": images.data, "split": images.split.value, "skipped": skipped, "tasks": self.scores}
+        record = {"data": images.data, "split": images.split, "skipped": skipped, "tasks": self.scores}
         return json.dumps(record, indent=2, ensure_ascii=False)
 
 
@@ -118,7 +110,7 @@ class _Evaluation:
     @property
     def _own_columns(self) -> bool:
         """Whether every task is scored with the columns and the kind that it was trained with."""
-        return self.data.kind is TaskKind.auto and self.data.label_column is None
+        return self.data.kind == "auto" and self.data.label_column is None
 
     def _open(self, group: "Sequence[Task]") -> "Dataset":
         kinds = {task.kind for task in group}
@@ -135,7 +127,7 @@ class _Evaluation:
         from vit_memory.evaluation.inference import evaluate as score
         from vit_memory.evaluation.inference import why_not_scored
 
-        name = self.images.split.value
+        name = self.images.split
         if name not in dataset.splits:
             raise typer.BadParameter(
                 f"{name}: {self.images.data} has {', '.join(dataset.splits)}.", param_hint="--split"
@@ -155,7 +147,7 @@ class _Evaluation:
             batch=self.compute.batch,
             workers=self.compute.loader_processes,
             threads=self.compute.threads,
-            skipped=skipped if self.images.on_bad_image is OnBadImage.skip else None,
+            skipped=skipped if self.images.on_bad_image == "skip" else None,
         )
         results.skipped.update(skipped.reasons)
         results.evaluated.append((dataset, evaluated))

@@ -1,13 +1,12 @@
 """vit-memory predict: print the predictions of trained tasks for images."""
 
 import csv
-import enum
 import io
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,12 +18,7 @@ if TYPE_CHECKING:
     from vit_memory.task import Task
 
 
-class Format(str, enum.Enum):
-    """How predictions are printed."""
-
-    table = "table"
-    csv = "csv"
-    jsonl = "jsonl"
+Format = Literal["table", "csv", "jsonl"]
 
 
 @spread_options
@@ -33,7 +27,7 @@ def predict(
     sources: Annotated[list[Path], typer.Option("--bundle", help="Bundle folder or task file; may be repeated.")],
     *,
     model: ModelOptions,
-    output: Annotated[Format, typer.Option("--format", help="One line per image in this format.")] = Format.table,
+    output: Annotated[Format, typer.Option("--format", help="One line per image in this format.")] = "table",
     compute: ComputeOptions,
 ) -> None:
     """Print the predictions of tasks for images.
@@ -49,7 +43,7 @@ def predict(
     compute.limit_threads()
     opened = model.open(sources)
     tasks = [opened.tasks[name] for name in model.task or opened.tasks]
-    if output is Format.csv:
+    if output == "csv":
         typer.echo(_csv_row(["image", *(title for task in tasks for title in _csv_titles(task)), "error"]))
     line = _line_writer(output, tasks)
     single_file = len(images) == 1 and images[0].is_file()
@@ -69,9 +63,9 @@ def predict(
 
 
 def _line_writer(output: Format, tasks: "Sequence[Task]") -> "Callable[[FilePrediction], str]":
-    if output is Format.csv:
+    if output == "csv":
         return partial(_csv_line, tasks)
-    return _table_line if output is Format.table else _json_line
+    return _table_line if output == "table" else _json_line
 
 
 def _table_line(prediction: "FilePrediction") -> str:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vit_memory.cli.data import DataOptions, OnBadImage, Source, page, summarise_images
+from vit_memory.choices import OnBadImage, PrecisionOrAuto
+from vit_memory.cli.data import DataOptions, Source, page, summarise_images
 from vit_memory.cli.options import spread_options
 from vit_memory.cli.progress import TrainingProgress, show_log, stopping, typed_command
 from vit_memory.cli.settings import print_settings
@@ -15,7 +16,6 @@ from vit_memory.cli.train_options import (
     CacheOptions,
     GridOptions,
     MachineOptions,
-    Precision,
     RecipeOptions,
     RunOptions,
 )
@@ -94,7 +94,6 @@ def _write_report(
 ) -> None:
     """The task file is already written: a report that fails is a warning, and the training has succeeded."""
     from vit_memory.errors import VitMemoryError
-    from vit_memory.report.page import headline_text
     from vit_memory.report.run import REPORT, report_run, report_split
 
     split = report_split(dataset)
@@ -107,7 +106,7 @@ def _write_report(
     except VitMemoryError as error:
         typer.echo(f"{folder / REPORT}: not written. {error}", err=True)
         return
-    typer.echo(f"{folder / REPORT}: {split} {headline_text(evaluated.scores)}, {evaluated.scores.images} images")
+    typer.echo(f"{folder / REPORT}: {split} {evaluated.scores.headline}, {evaluated.scores.images} images")
 
 
 def _plan(run: RunOptions, grid: GridOptions, recipe: RecipeOptions) -> "TrainingPlan":
@@ -132,7 +131,7 @@ def _show_and_check(dataset: "Dataset", source: str, on_bad_image: OnBadImage) -
 
     summary = summarise_images(dataset)
     typer.echo(page(summary) + "\n", err=True)
-    if summary.bad and on_bad_image is OnBadImage.fail:
+    if summary.bad and on_bad_image == "fail":
         bad, reason = next(iter(summary.bad.items()))
         raise DataError(
             f"{source}: {len(summary.bad)} images cannot be used; the first, {bad}: {reason}. "
@@ -140,12 +139,12 @@ def _show_and_check(dataset: "Dataset", source: str, on_bad_image: OnBadImage) -
         )
 
 
-def _dtype(precision: Precision, device: str) -> "torch.dtype":
+def _dtype(precision: PrecisionOrAuto, device: str) -> "torch.dtype":
     """Half precision only if the hardware supports it; elsewhere it can be much slower than float32."""
     import torch
 
-    name = precision.value
-    if precision is Precision.auto:
+    name = precision
+    if precision == "auto":
         name = "bfloat16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "float32"
     dtype: torch.dtype = getattr(torch, name)
     return dtype

@@ -1,20 +1,19 @@
 """The options of vit-memory train, as frozen values; each group builds the library's value of the same name.
 
 A new option of a recipe is a field of `Recipe` and a field of `RecipeOptions` with the same name; likewise for
-`TrainingOptions` and `MachineOptions`. The enums repeat the words of the library's Literals, because importing those
-would import torch; a test compares them.
+`TrainingOptions` and `MachineOptions`.
 """
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
+from vit_memory.choices import Augment, CacheDtype, CacheMode, Optimiser, PrecisionOrAuto, Regime, Start
 from vit_memory.cli.cache import read_size
-from vit_memory.cli.data import OnBadImage, OnBadImageOption
+from vit_memory.cli.data import OnBadImageOption
 
 if TYPE_CHECKING:
     from vit_memory.training.cache import Cache
@@ -22,74 +21,6 @@ if TYPE_CHECKING:
     from vit_memory.training.options import TrainingOptions
     from vit_memory.training.ranks import Ranks
     from vit_memory.training.recipe import Recipe
-
-
-class Regime(str, enum.Enum):
-    """What is trained."""
-
-    head = "head"
-    class_ = "class"
-    memory = "memory"
-    memory_unmasked = "memory-unmasked"
-    propagated = "propagated"
-    additive = "additive"
-    full = "full"
-
-
-class Start(str, enum.Enum):
-    """What a class token starts from."""
-
-    original = "original"
-    normal = "normal"
-
-
-class BaseRecipe(str, enum.Enum):
-    """The recipe that other options change."""
-
-    default = "default"
-    paper = "paper"
-
-
-class Optimiser(str, enum.Enum):
-    """The optimiser."""
-
-    sgd = "sgd"
-    adamw = "adamw"
-
-
-class Augment(str, enum.Enum):
-    """The augmentation."""
-
-    inception = "inception"
-    randaugment = "randaugment"
-    pad_crop = "pad-crop"
-    none = "none"
-
-
-class CacheMode(str, enum.Enum):
-    """Where trunks are stored."""
-
-    auto = "auto"
-    ram = "ram"
-    disk = "disk"
-    off = "off"
-
-
-class CacheDtype(str, enum.Enum):
-    """The dtype of stored trunks."""
-
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-
-
-class Precision(str, enum.Enum):
-    """The dtype that the backbone computes in."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 def _list_of(read: Callable[[str], Any], expected: str, or_word: str | None = None) -> Callable[[str], str]:
@@ -105,9 +36,9 @@ def _list_of(read: Callable[[str], Any], expected: str, or_word: str | None = No
     return check
 
 
-def _words_of(choices: type[enum.Enum]) -> Callable[[str], str]:
+def _words_of(choices: Any) -> Callable[[str], str]:
     """A callback that refuses a comma-separated list of words other than these."""
-    words = [choice.value for choice in choices]
+    words = get_args(choices)
 
     def check(text: str) -> str:
         wrong = [word for word in text.split(",") if word not in words]
@@ -119,14 +50,10 @@ def _words_of(choices: type[enum.Enum]) -> Callable[[str], str]:
 
 
 def _same_named(options: Any, target: type) -> dict[str, Any]:
-    """The options that were given and that are fields of the target, enums as their words."""
+    """The options that were given and that are fields of the target."""
     names = {field.name for field in fields(target)}
     values = {field.name: getattr(options, field.name) for field in fields(options) if field.name in names}
-    return {
-        name: value.value if isinstance(value, enum.Enum) else value
-        for name, value in values.items()
-        if value is not None
-    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -202,13 +129,13 @@ class RecipeOptions:
         str, typer.Option(help="Weight decay, or several: 0,0.01.", callback=_list_of(float, "numbers"))
     ] = "0"
     recipe: Annotated[
-        BaseRecipe,
+        Literal["default", "paper"],
         typer.Option(help="Recipe that the other options change; paper: 20 000 steps of 512 images, always new views."),
-    ] = BaseRecipe.default
+    ] = "default"
     steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.  [default: 300]")] = None
     batch: Annotated[int | None, typer.Option(min=1, help="Images per step.  [default: 64]")] = None
-    optimiser: Annotated[Optimiser, typer.Option(help="Optimiser.")] = Optimiser.sgd
-    augment: Annotated[Augment, typer.Option(help="Augmentation of training images.")] = Augment.inception
+    optimiser: Annotated[Optimiser, typer.Option(help="Optimiser.")] = "sgd"
+    augment: Annotated[Augment, typer.Option(help="Augmentation of training images.")] = "inception"
     flip: Annotated[bool, typer.Option(help="Mirror half of the views; not for digits or letters.")] = True
     label_smoothing: Annotated[float, typer.Option(min=0, max=0.99, help="Label smoothing.")] = 0.0
     balance: Annotated[
@@ -233,9 +160,9 @@ class RecipeOptions:
         values = _same_named(self, Recipe)
         if self.views == 0:
             values["views"] = None
-        rates = AUTO_RATES[self.optimiser.value] if self.lr == "auto" else tuple(map(float, self.lr.split(",")))
+        rates = AUTO_RATES[self.optimiser] if self.lr == "auto" else tuple(map(float, self.lr.split(",")))
         decays = tuple(map(float, self.weight_decay.split(",")))
-        base = Recipe.paper() if self.recipe is BaseRecipe.paper else Recipe()
+        base = Recipe.paper() if self.recipe == "paper" else Recipe()
         return replace(base, learning_rates=rates, weight_decays=decays, **values)
 
 
@@ -245,8 +172,8 @@ class CacheOptions:
 
     cache: Annotated[
         CacheMode, typer.Option(help="Store the backbone's keys and values, so that each view is computed once.")
-    ] = CacheMode.auto
-    cache_dtype: Annotated[CacheDtype, typer.Option(help="Precision of stored values.")] = CacheDtype.float16
+    ] = "auto"
+    cache_dtype: Annotated[CacheDtype, typer.Option(help="Precision of stored values.")] = "float16"
     cache_dir: Annotated[Path | None, typer.Option(help="Folder of --cache disk.  [default: user cache]")] = None
     cache_limit: Annotated[
         int | None,
@@ -262,7 +189,7 @@ class CacheOptions:
         """The library's value."""
         from vit_memory.training.cache import Cache
 
-        return Cache(self.cache.value, self.cache_dtype.value, self.cache_dir, self.cache_limit)
+        return Cache(self.cache, self.cache_dtype, self.cache_dir, self.cache_limit)
 
 
 @dataclass(frozen=True)
@@ -272,11 +199,11 @@ class MachineOptions:
     image_size: Annotated[int | None, typer.Option(min=1, help="Image size.  [default: the backbone's]")] = None
     workers: Annotated[int | None, typer.Option(min=0, help="Processes that load images.  [default: cores]")] = None
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute.  [default: cores]")] = None
-    on_bad_image: OnBadImageOption = OnBadImage.fail
+    on_bad_image: OnBadImageOption = "fail"
     device: Annotated[str, typer.Option(help="cpu, cuda or mps.")] = "cpu"
     precision: Annotated[
-        Precision, typer.Option(help="Precision of the backbone; auto: bfloat16 if CUDA has it, else float32.")
-    ] = Precision.auto
+        PrecisionOrAuto, typer.Option(help="Precision of the backbone; auto: bfloat16 if CUDA has it, else float32.")
+    ] = "auto"
 
     def build(self, cache: "Cache", ranks: "Ranks", *, resume: bool) -> "TrainingOptions":
         """The library's value."""

@@ -1,6 +1,5 @@
 """vit-memory verify: check the promises on a backbone."""
 
-import enum
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,20 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vit_memory.choices import Precision
 from vit_memory.cli.options import spread_options
 
 if TYPE_CHECKING:
     from vit_memory.evaluation.verification import Verification
 
 _TITLES = f"{'family':28} {'bit-identical':>13} {'interference':>14} {'reference difference':>21}"
-
-
-class Precision(str, enum.Enum):
-    """A dtype to compute in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 @dataclass(frozen=True)
@@ -31,7 +23,7 @@ class RandomTasks:
     tasks: Annotated[int, typer.Option(min=1, help="Random tasks per graph.")] = 6
     graphs: Annotated[int, typer.Option(min=1, help="Random graphs.")] = 3
     seed: Annotated[int, typer.Option(help="Seed of tasks, graphs and images.")] = 0
-    dtype: Annotated[Precision, typer.Option(help="The dtype to compute in.")] = Precision.float32
+    dtype: Annotated[Precision, typer.Option(help="The dtype to compute in.")] = "float32"
 
 
 @spread_options
@@ -81,7 +73,7 @@ def _verify_backbone(name: str, random: RandomTasks) -> "Verification":
     from vit_memory.backbone import load_backbone
     from vit_memory.evaluation.verification import verify as run
 
-    loaded, dtype = load_backbone(name), getattr(torch, random.dtype.value)
+    loaded, dtype = load_backbone(name), getattr(torch, random.dtype)
     return run(loaded.model, name=loaded.name, dtype=dtype, tasks=random.tasks, graphs=random.graphs, seed=random.seed)
 
 
@@ -92,7 +84,7 @@ def _verify_families(random: RandomTasks) -> "Iterator[Verification]":
     from vit_memory.evaluation.verification import tiny_models
     from vit_memory.evaluation.verification import verify as run
 
-    dtype, sizes = getattr(torch, random.dtype.value), ((32, 32), (48, 40))
+    dtype, sizes = getattr(torch, random.dtype), ((32, 32), (48, 40))
     for name, _, make in tiny_models():
         if isinstance(make, VitMemoryError):
             typer.echo(f"{name}: left out, {make}", err=True)

@@ -4,16 +4,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
+from vit_memory.choices import Check
 from vit_memory.data.decoding import Encoded, decode
 from vit_memory.data.images import Images
 from vit_memory.data.splits import Split
 from vit_memory.errors import BadImage
 
-Check = Literal["decode", "headers", "none"]  # decode every image, read its header only, or neither
 _CHUNK = 64  # images per call of a thread
 
 

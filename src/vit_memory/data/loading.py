@@ -11,19 +11,19 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from vit_memory.atomic import write_atomic
+from vit_memory.choices import OnBadImage
 from vit_memory.data.decoding import Encoded, decode
 from vit_memory.data.splits import Split, why_empty
 from vit_memory.data.transforms import Training, Transform
 from vit_memory.errors import BadImage, DataError
 
-OnBadImage = Literal["fail", "skip"]
 log = logging.getLogger(__name__)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vit_memory.choices import Kind, KindOrAuto
 from vit_memory.data.readers.base import DataSource, RawDataset, Reader
 from vit_memory.data.readers.digits import DIGITS
 from vit_memory.data.readers.folder import FOLDER
@@ -19,9 +20,8 @@ from vit_memory.data.readers.npz import NPZ
 from vit_memory.data.readers.parquet import PARQUET
 from vit_memory.data.readers.table import TABLE
 from vit_memory.data.splits import DRAWN_SHARE, Split, draw_split
-from vit_memory.data.targets import KindOption, read_targets
+from vit_memory.data.targets import read_targets
 from vit_memory.errors import DataError
-from vit_memory.task import Kind
 
 # The first reader that accepts a source reads it, so a special case comes before the general one.
 READERS: tuple[Reader, ...] = (HUB, DIGITS, NAMED, PARQUET, IDX, NPZ, TABLE, FOLDER)
@@ -72,7 +72,7 @@ def open_data(
     download: bool = False,
     image_column: str | None = None,
     label_column: str | Sequence[str] = "label",
-    kind: KindOption = "auto",
+    kind: KindOrAuto = "auto",
     labels: Sequence[str] | None = None,
     seed: int = 0,
 ) -> Dataset:
@@ -119,7 +119,7 @@ def _find_reader(source: DataSource) -> Reader:
     raise DataError(f"{source.name}: no such file or folder, and no dataset of that name.{close} {supported_sources()}")
 
 
-def _dataset(source: str, raw: RawDataset, seed: int, kind: KindOption, labels: Sequence[str] | None) -> Dataset:
+def _dataset(source: str, raw: RawDataset, seed: int, kind: KindOrAuto, labels: Sequence[str] | None) -> Dataset:
     """Turn raw labels into targets and draw the splits that are missing."""
     if not {"train", "all"} & set(raw.filled_splits()):
         raise DataError(f"{source}: no training images; found only {', '.join(raw.splits)}.")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vit_memory.choices import Kind
 from vit_memory.data.images import Images, digests
 from vit_memory.errors import DataError
-from vit_memory.task import Kind
 
 DRAWN_SHARE = 0.2  # of a class's images, for a test or validation split that has to be drawn
 _QUANTILES = 10

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from vit_memory.data.checking import Check, check_images
+from vit_memory.choices import Check, Kind
+from vit_memory.data.checking import check_images
 from vit_memory.data.sources import Dataset
 from vit_memory.data.splits import Split, why_empty
-from vit_memory.task import Kind
 
 _IMBALANCED = 5  # images of the largest class per image of the smallest
 

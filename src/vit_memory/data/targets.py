@@ -10,10 +10,11 @@ NaN in the last two means "not known"; the loss and the metrics ignore it.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from vit_memory.choices import Kind, KindOrAuto
 from vit_memory.data.label_cells import (
     SEPARATOR,
     is_blank,
@@ -24,9 +25,7 @@ from vit_memory.data.label_cells import (
     to_text,
 )
 from vit_memory.errors import DataError
-from vit_memory.task import Kind
 
-KindOption = Literal["auto", "single-label", "multi-label", "regression"]
 _FEW_ROWS = 20  # with fewer rows, distinct whole numbers are read as class numbers
 
 
@@ -60,7 +59,7 @@ def read_targets(
     splits: Mapping[str, RawLabels],
     columns: Sequence[str],
     classes: Sequence[str] | None,
-    kind: KindOption = "auto",
+    kind: KindOrAuto = "auto",
     labels: Sequence[str] | None = None,
 ) -> Targets:
     """Turn raw labels into targets of the given kind; `auto` detects the kind from the labels.

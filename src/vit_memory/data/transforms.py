@@ -10,19 +10,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vit_memory.choices import Augment
 from vit_memory.data.decoding import LARGEST_PIXELS
 from vit_memory.data.resizing import centre_crop, resize, resized_size
 from vit_memory.errors import DataError
 from vit_memory.preprocessing import Preprocessing, Resampler
-
-Augment = Literal["inception", "randaugment", "pad-crop", "none"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
+from vit_memory.choices import Kind
 from vit_memory.data.images import ImageArray
 from vit_memory.data.splits import Split
-from vit_memory.task import Kind
 
 SIZE = 64
 PHOTOGRAPHS = {"flower": "flower.jpg", "temple": "china.jpg"}

@@ -8,7 +8,6 @@ import numpy as np
 from PIL import Image
 
 from vit_memory.demo.run import DemoResult, TrainedTask
-from vit_memory.evaluation.metrics import AnyScores, MultiLabelScores, RegressionScores
 from vit_memory.predictions import LabelsPrediction, Prediction, ValuesPrediction
 
 _SHOWN = 24
@@ -80,21 +79,12 @@ folder of images per class.</p>
 """
 
 
-def score_text(scores: AnyScores) -> str:
-    """The main metric of the task's kind."""
-    if isinstance(scores, RegressionScores):
-        return f"R² {scores.r2:.3f}"
-    if isinstance(scores, MultiLabelScores):
-        return f"mAP {scores.mean_average_precision:.3f}"
-    return f"{100 * scores.accuracy:.1f} %"
-
-
 def _row(result: DemoResult, trained: TrainedTask) -> str:
     task = trained.demo_task
     extends = f" Extends <b>{task.extends}</b>." if task.extends else ""
     return (
-        f'<tr><td><b>{task.name}</b></td><td class="n">{score_text(result.scores[task.name])}</td>'
-        f'<td class="n">{score_text(result.linear_head_scores[task.name])}</td>'
+        f'<tr><td><b>{task.name}</b></td><td class="n">{result.scores[task.name].headline}</td>'
+        f'<td class="n">{result.linear_head_scores[task.name].headline}</td>'
         f"<td>{html.escape(task.question)}{extends}</td><td>{task.kind}</td>"
         f'<td class="n">{trained.file_bytes / 1000:.0f} kB</td><td class="n">{trained.seconds:.0f} s</td></tr>\n'
     )

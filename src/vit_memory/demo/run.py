@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vit_memory.backbone import Backbone, load_backbone
+from vit_memory.choices import Kind
 from vit_memory.data.loading import Loader
 from vit_memory.data.transforms import Evaluation
 from vit_memory.demo.images import DemoImages, draw_images
@@ -23,7 +24,7 @@ from vit_memory.families import bundled
 from vit_memory.files.taskfile import save_task
 from vit_memory.model import MemoryViT
 from vit_memory.predictions import Prediction, predictions
-from vit_memory.task import Kind, Task
+from vit_memory.task import Task
 from vit_memory.training.cache import Cache
 from vit_memory.training.callbacks import Callbacks, Progress
 from vit_memory.training.grid import Grid

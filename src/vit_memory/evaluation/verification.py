@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from vit_memory.backbone import Backbone, load_backbone
+from vit_memory.choices import Kind
 from vit_memory.errors import VitMemoryError
 from vit_memory.families import Family, families, family_of
 from vit_memory.model import MemoryViT
 from vit_memory.reference import dense_forward
-from vit_memory.task import Kind, TargetScale, Task, new_task
+from vit_memory.task import TargetScale, Task, new_task
 
 # The largest differences that rounding causes in logits of unit scale. Half precision has 8 or 11 significant bits.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 0.25, torch.float16: 0.05}

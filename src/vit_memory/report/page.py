@@ -10,7 +10,7 @@ from vit_memory.atomic import write_atomic
 from vit_memory.data.splits import Split
 from vit_memory.errors import FileError
 from vit_memory.evaluation.inference import Evaluated
-from vit_memory.evaluation.metrics import AnyScores, MultiLabelScores, RegressionScores
+from vit_memory.evaluation.metrics import MultiLabelScores, RegressionScores
 from vit_memory.evaluation.models import Model
 from vit_memory.report import multi_label, regression, single_label
 from vit_memory.report.elements import Markup, bold, count, details, escape, facts, join, paragraph, section, table
@@ -72,15 +72,6 @@ def write_report(
     write_atomic(path, [page.encode("utf-8", "backslashreplace")])  # file names are bytes of any encoding
 
 
-def headline_text(scores: AnyScores) -> str:
-    """The figure a task is compared by, for one line: accuracy, mAP or R²."""
-    if isinstance(scores, RegressionScores):
-        return f"R² {scores.r2:.3f}"
-    if isinstance(scores, MultiLabelScores):
-        return f"mAP {scores.mean_average_precision:.3f}"
-    return f"accuracy {100 * scores.accuracy:.1f} %"
-
-
 def _article(
     model: Model, evaluated: Evaluated, shown: Pictures, about: About, training: TrainingResult | None
 ) -> Markup:
@@ -124,7 +115,7 @@ def _overview(tasks: Sequence[Evaluated], about: About) -> Markup:
     def link(name: str) -> Markup:
         return Markup(f'<td><a href="#{escape(name)}">{escape(name)}</a></td>')
 
-    rows = [[link(one.task.name), one.task.kind, str(one.scores.images), headline_text(one.scores)] for one in tasks]
+    rows = [[link(one.task.name), one.task.kind, str(one.scores.images), one.scores.headline] for one in tasks]
     heading = Markup(f"<h1>{len(tasks)} tasks on {escape(about.data)}</h1>\n")
     return Markup(
         f"<article>{heading}{table(('task', 'kind', 'images', 'score'), rows, {2}, more='tasks')}</article>\n"

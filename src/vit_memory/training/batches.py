@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from vit_memory.backbone import Backbone
+from vit_memory.choices import Storage
 from vit_memory.data.loading import Batch, Loader
 from vit_memory.data.transforms import view_size
 from vit_memory.errors import TrainingError
 from vit_memory.parallel import ChunkThreads, chunk_slices
 from vit_memory.training.batch_plan import PlannedBatch, epochs, plan_batches
-from vit_memory.training.cache import Cache, Storage, choose_storage
+from vit_memory.training.cache import Cache, choose_storage
 from vit_memory.training.ranks import Ranks
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.stores import disk_space

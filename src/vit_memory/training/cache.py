@@ -3,17 +3,15 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
+from vit_memory.choices import CacheDtype, CacheMode, Storage
 from vit_memory.errors import TrainingError
 from vit_memory.training.space import free_memory, size
 from vit_memory.training.stores import DiskSpace, default_folder
 
-CacheMode = Literal["auto", "ram", "disk", "off"]
-CacheDtype = Literal["float16", "bfloat16", "float32"]
-Storage = Literal["ram", "disk", "off"]  # where the trunks of a training are; off: computed when needed
 _AUTO_RAM, _AUTO_DISK = 0.5, 0.5  # share of the free space that `auto` uses at most
 _MAX_RAM = 0.85  # share of the free memory beyond which `ram` is refused
 log = logging.getLogger(__name__)

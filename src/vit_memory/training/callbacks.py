@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from vit_memory.training.cache import Storage
+from vit_memory.choices import Storage
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from vit_memory.backbone import Backbone
-from vit_memory.task import Kind, Regime, Start, Task, new_task
+from vit_memory.choices import Kind, Regime, Start
+from vit_memory.task import Task, new_task
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from vit_memory.data.loading import OnBadImage
+from vit_memory.choices import OnBadImage
 from vit_memory.errors import TrainingError
 from vit_memory.training.cache import Cache
 from vit_memory.training.ranks import Ranks

@@ -3,12 +3,11 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import get_args
 
-from vit_memory.data.transforms import Augment
+from vit_memory.choices import Augment, Optimiser
 from vit_memory.errors import TrainingError
 
-Optimiser = Literal["sgd", "adamw"]
 # The default learning rates, all trained at once: around the best on three datasets of 20 images per class.
 AUTO_RATES: Mapping[str, tuple[float, ...]] = {"sgd": (0.03, 0.1, 0.3), "adamw": (1e-3, 3e-3, 1e-2)}
 

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit_memory.backbone import Backbone
+from vit_memory.choices import Regime
 from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
-from vit_memory.task import COMPOSABLE, Regime, Task
+from vit_memory.task import COMPOSABLE, Task
 from vit_memory.training.masked import MaskedSweep
 from vit_memory.training.memory_sweep import MemorySweep
 from vit_memory.training.objective import Objective

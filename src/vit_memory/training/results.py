@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from vit_memory.backbone import Backbone
+from vit_memory.choices import Storage
 from vit_memory.data.loading import BadImages
 from vit_memory.preprocessing import Preprocessing
 from vit_memory.task import Task
-from vit_memory.training.cache import Storage
 from vit_memory.training.checkpoint import TrainingState
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.regimes import FullSweep

@@ -21,13 +21,13 @@ from typing import Any
 
 from vit_memory.atomic import write_atomic
 from vit_memory.backbone import Backbone
+from vit_memory.choices import Storage
 from vit_memory.data.sources import Dataset
 from vit_memory.data.splits import Split
 from vit_memory.errors import TrainingError
 from vit_memory.files.container import write_container
 from vit_memory.files.taskfile import save_task
 from vit_memory.task import Task
-from vit_memory.training.cache import Storage
 from vit_memory.training.callbacks import Callbacks, Progress
 from vit_memory.training.curves import draw_curves, read_curves, read_log
 from vit_memory.training.events import write_events

@@ -36,6 +36,11 @@ class MultiLabelScores:
     subset_accuracy: float | None  # share of images with every label correct, of those with every label known
     per_label: Mapping[str, LabelScores]
 
+    @property
+    def headline(self) -> str:
+        """The main metric, in a few words."""
+        return f"mAP {self.mean_average_precision:.3f}"
+
     def as_json(self) -> dict[str, Any]:
         """The scores as JSON values; null for a score that no image defines."""
         return {

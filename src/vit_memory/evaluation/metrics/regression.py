@@ -40,6 +40,11 @@ class RegressionScores:
         """The mean over the values."""
         return math.fsum(scores.r2 for scores in self.per_value.values()) / max(1, len(self.per_value))
 
+    @property
+    def headline(self) -> str:
+        """The main metric, in a few words."""
+        return f"R² {self.r2:.3f}"
+
     def as_json(self) -> dict[str, Any]:
         """The scores as JSON values."""
         return {

@@ -57,6 +57,11 @@ class SingleLabelScores:
         pairs = zip(positions[:count].tolist(), images[:count].tolist(), strict=True)
         return [(self.labels[position // C], self.labels[position % C], n) for position, n in pairs if n]
 
+    @property
+    def headline(self) -> str:
+        """The main metric, in a few words."""
+        return f"accuracy {100 * self.accuracy:.1f} %"
+
     def as_json(self) -> dict[str, Any]:
         """The scores as JSON values."""
         return {
