@@ -32,7 +32,7 @@ from vit_memory.data import decoding
 from vit_memory.data.images import ImageFiles
 from vit_memory.data.loading import Loader
 from vit_memory.data.splits import Split
-from vit_memory.data.transforms import Training
+from vit_memory.data.transforms import TrainTransform
 from vit_memory.preprocessing import Preprocessing
 
 BATCH, SIZE = 64, 224
@@ -98,7 +98,7 @@ def measure(shorter: int, quality: int, count: int, workers: int, decoder: str, 
         paths = write_photographs(Path(folder), shorter, count, quality)
         size = sum(Path(path).stat().st_size for path in paths) / count
         plain = DataLoader(Plain(paths), batch_size=BATCH, num_workers=workers, shuffle=True)
-        ours = Loader(Split.of(ImageFiles(tuple(paths)), [0] * count), Training(FACTS), BATCH, workers)
+        ours = Loader(Split.of(ImageFiles(tuple(paths)), [0] * count), TrainTransform(FACTS), BATCH, workers)
 
         def run(batches: Callable[[], Any]) -> Callable[[], int]:
             return lambda: sum(1 for _ in batches())

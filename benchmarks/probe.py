@@ -22,7 +22,7 @@ from benchmarks.measure import write
 from vit_memory import Backbone, load_backbone
 from vit_memory.data.loading import Loader
 from vit_memory.data.sources import open_data
-from vit_memory.data.transforms import Evaluation
+from vit_memory.data.transforms import EvalTransform
 from vit_memory.evaluation.metrics.intervals import wilson_interval
 from vit_memory.families.bundled import PREPROCESSING, BundledViT
 
@@ -43,7 +43,7 @@ def untrained() -> Backbone:
 
 def features(dataset: Any, read: Features) -> list[np.ndarray]:
     """(n, dimensions) of the training, validation and test images."""
-    loaders = [Loader(split, Evaluation(PREPROCESSING), batch_size=64) for split in dataset.splits.values()]
+    loaders = [Loader(split, EvalTransform(PREPROCESSING), batch_size=64) for split in dataset.splits.values()]
     with torch.inference_mode():
         return [torch.cat([read(batch.images) for batch in loader.batches()]).numpy() for loader in loaders]
 

@@ -29,17 +29,17 @@ from vit_memory import Preprocessing, load_backbone, new_task
 from vit_memory.data.images import ImageArray
 from vit_memory.data.loading import Loader
 from vit_memory.data.splits import Split
-from vit_memory.data.transforms import Evaluation
+from vit_memory.data.transforms import EvalTransform
 from vit_memory.graph import TaskGraph
 from vit_memory.parallel import ChunkThreads, chunk_slices
 from vit_memory.training.batch_plan import PlannedBatch
 from vit_memory.training.batches import Chunk, stored_chunks
 from vit_memory.training.cache import Cache
-from vit_memory.training.masked import MaskedSweep
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.sweep import Setting
 from vit_memory.training.trunk_shape import TrunkShape
 from vit_memory.training.trunk_store import TrunkStore
+from vit_memory.training.trunk_sweep import TrunkSweep
 
 CLASSES, CELLS = 100, 5
 TARGETS = {"live-1": 1.15, "live-16": 1.7, "stored-1": 0.065, "stored-12": 0.40, "memory-live-1": 1.3}
@@ -74,14 +74,14 @@ def plain(model: nn.Module, count: int) -> Work:
     return forward
 
 
-def sweep_of(model: nn.Module, settings: int) -> MaskedSweep:
+def sweep_of(model: nn.Module, settings: int) -> TrunkSweep:
     """So many settings of five cells, each with a learning rate of its own."""
     backbone = load_backbone(model)
     tasks = [
         new_task(backbone, "bench", LABELS, cells=CELLS, generator=torch.Generator().manual_seed(i))
         for i in range(settings)
     ]
-    return MaskedSweep(backbone, [Setting(task, 0.01) for task in tasks], TaskGraph(), Recipe(steps=10**6))
+    return TrunkSweep(backbone, [Setting(task, 0.01) for task in tasks], TaskGraph(), Recipe(steps=10**6))
 
 
 def live(model: nn.Module, count: int, settings: int) -> Work:
@@ -99,7 +99,7 @@ def live(model: nn.Module, count: int, settings: int) -> Work:
     return lambda: step(chunks)
 
 
-def stepper(sweep: MaskedSweep) -> Callable[[Sequence[Chunk]], None]:
+def stepper(sweep: TrunkSweep) -> Callable[[Sequence[Chunk]], None]:
     """A step as the loop takes it; between steps torch has its threads back, for the other side of the race."""
     number = torch.get_num_threads()
     threads = ChunkThreads(sweep.backbone.device).__enter__()  # stays open: its threads keep their buffers
@@ -126,7 +126,7 @@ def stored(model: nn.Module, count: int, settings: int) -> Work:
     images = 2 * count  # more than a batch, so that gathering is a gathering
     pixels = rng.integers(0, 256, (images, 224, 224, 3), dtype=np.uint8)
     split = Split.of(ImageArray.whole("noise", pixels), rng.integers(0, CLASSES, images))
-    loader = Loader(split, Evaluation(FACTS), 64)
+    loader = Loader(split, EvalTransform(FACTS), 64)
     store = TrunkStore(sweep.backbone, loader, 1, 0, Cache("ram"), range(images)).open(disk=False)
     store.fill()
     threads = torch.get_num_threads()

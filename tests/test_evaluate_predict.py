@@ -20,7 +20,7 @@ from vit_memory.data.images import ImageFiles
 from vit_memory.data.loading import BadImages, Loader, default_workers
 from vit_memory.data.sources import open_data
 from vit_memory.data.splits import Split
-from vit_memory.data.transforms import Evaluation
+from vit_memory.data.transforms import EvalTransform
 from vit_memory.errors import DataError, TaskError
 from vit_memory.evaluation.inference import evaluate
 from vit_memory.evaluation.metrics.intervals import wilson_interval
@@ -88,7 +88,7 @@ def test_evaluate_scores_every_task_on_the_outputs_of_the_model(root):
     assert set(scored) == {"kinds", "again"}  # sizes has other labels
     dataset = open_data(root / "photos")
     model = Bundle.open(root / "zoo").model()
-    batch = next(Loader(dataset.test, Evaluation(model.backbone.preprocessing), 64).batches())
+    batch = next(Loader(dataset.test, EvalTransform(model.backbone.preprocessing), 64).batches())
     outputs = model(batch.images)
     for name in scored:
         answers = [model.tasks[name].labels[i] for i in outputs[name].argmax(1)]
@@ -130,7 +130,7 @@ def test_predictions_stream_in_order_with_bad_images_in_their_place(root, monkey
     model = Bundle.open(root / "zoo").model()
     from vit_memory.data.decoding import decode
 
-    transform = Evaluation(model.backbone.preprocessing)
+    transform = EvalTransform(model.backbone.preprocessing)
     for line in (lines[0], lines[-1]):
         with open(line["image"], "rb") as file:  # noqa: PTH123
             pixels = transform(decode(file.read(), line["image"]))[None]

@@ -12,7 +12,7 @@ from vit_memory import BackboneMismatch, GraphError, MemoryViT, TaskError, TaskG
 def test_a_new_task_starts_as_the_paper_says():
     backbone = tiny_backbone()
     task = new_task(backbone, "pets", ["cat", "dog"], cells=50, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(task.class_token, backbone.first_class_token())
+    assert torch.equal(task.class_token, backbone.initial_class_token())
     assert task.memory.shape == (3, 50, 32)
     assert abs(task.memory.std().item() - 0.02) < 2e-3
     assert not task.head_weight.any()
@@ -25,11 +25,11 @@ def test_a_task_starts_where_the_original_class_token_enters():
     """Reading nothing of its own, a fresh `class` task's token follows the original one: same start, same rule."""
     backbone = tiny_backbone()
     task = trained(backbone, "copy", regime="class")
-    task = replace(task, class_token=backbone.first_class_token())
+    task = replace(task, class_token=backbone.initial_class_token())
     model = MemoryViT(backbone, [task])
     look = model.explain(images(1), "copy")
     assert torch.allclose(look.itself[0], look.originals["class"][0], atol=1e-6)
-    assert not tiny_backbone("siglip-vision").first_class_token().any()
+    assert not tiny_backbone("siglip-vision").initial_class_token().any()
 
 
 @pytest.mark.parametrize(

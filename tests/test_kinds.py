@@ -18,6 +18,7 @@ from builders import ROUNDING, images, library_model, tiny_backbone, trained, wo
 from data.test_sources import as_png
 from training.test_sweep import FACTS, assert_same_weights
 from vit_memory import MemoryViT, load_backbone, load_task, new_task, save_task
+from vit_memory.average_precision import average_precision, best_thresholds
 from vit_memory.cli import app
 from vit_memory.data.images import ImageArray
 from vit_memory.data.splits import Split
@@ -26,12 +27,11 @@ from vit_memory.evaluation.metrics.multi_label import score_multi_label
 from vit_memory.evaluation.metrics.regression import score_regression
 from vit_memory.evaluation.metrics.single_label import score_single_label
 from vit_memory.predictions import predictions
-from vit_memory.ranking import average_precision, best_thresholds
 from vit_memory.reference import dense_forward
 from vit_memory.task import TargetScale
 from vit_memory.training.cache import Cache
 from vit_memory.training.callbacks import Callbacks
-from vit_memory.training.loop import fit
+from vit_memory.training.fit import fit
 from vit_memory.training.objective import MultiLabel, Regression, SingleLabel
 from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
@@ -194,9 +194,9 @@ def test_a_task_learns_and_its_score_is_that_of_the_model_and_scikit_learn(backb
     assert result.metric == {"single-label": "accuracy", "multi-label": "mAP", "regression": "R²"}[kind]
     assert result.best.score > {"single-label": 0.8, "multi-label": 0.85, "regression": 0.5}[kind]
     from vit_memory.data.loading import Loader
-    from vit_memory.data.transforms import Evaluation
+    from vit_memory.data.transforms import EvalTransform
 
-    (batch,) = Loader(validation, Evaluation(FACTS), 60).batches()
+    (batch,) = Loader(validation, EvalTransform(FACTS), 60).batches()
     outputs = MemoryViT(backbone, [result.best.task])(batch.images)["tint"]
     expected = {
         "single-label": lambda: sklearn.accuracy_score(batch.targets, outputs.argmax(1)),

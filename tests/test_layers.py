@@ -16,7 +16,8 @@ LAYERS = (
     {"files", "data"},
     {"core"},
     {"families"},
-    {"atomic", "choices", "errors", "preprocessing", "outputs", "buffers", "parallel", "ranking", "user_cache"},
+    {"atomic", "average_precision", "buffers", "choices", "errors", "outputs", "parallel", "preprocessing", "regimes"}
+    | {"user_cache"},
 )
 ONLY_IN = {
     "transformers": "families",

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vit_memory.task import Task, TaskRecord, new_task
     from vit_memory.training.cache import Cache
     from vit_memory.training.callbacks import Callbacks, Progress
-    from vit_memory.training.loop import fit
+    from vit_memory.training.fit import fit
     from vit_memory.training.options import TrainingOptions
     from vit_memory.training.recipe import Recipe
     from vit_memory.training.results import FitResult
@@ -100,7 +100,7 @@ _HOMES = {
     "task": ("Task", "TaskRecord", "new_task"),
     "training.cache": ("Cache",),
     "training.callbacks": ("Callbacks", "Progress"),
-    "training.loop": ("fit",),
+    "training.fit": ("fit",),
     "training.options": ("TrainingOptions",),
     "training.recipe": ("Recipe",),
     "training.results": ("FitResult",),

@@ -47,7 +47,7 @@ class Backbone(nn.Module):
         # Frozen is all that a class token passes, for training runs through it. What only the original output passes
         # keeps its flags, and never sees a graph: torch multiplies an expanded tensor (attention pooling has one) in
         # another order when the weight wants a gradient, and the library's own output is to be met to the bit.
-        for module in self.roles.read_through():
+        for module in self.roles.class_token_modules():
             module.requires_grad_(False)
 
     @property
@@ -93,9 +93,9 @@ class Backbone(nn.Module):
         """What tasks trained on this backbone remember."""
         return BackboneIdentity(self.name, self.family.name, self.width, self.depth, self.heads, self.fingerprint)
 
-    def first_class_token(self) -> Tensor:
+    def initial_class_token(self) -> Tensor:
         """Where a new task's class token starts: the original one with its position (D,), or zero without one."""
-        return self.roles.first_class_token()
+        return self.roles.initial_class_token()
 
     def check_images(self, images: Tensor) -> Tensor:
         """Images (B, C, height, width) in the backbone's dtype, or an ImageError that says what is wrong with them."""

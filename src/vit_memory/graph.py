@@ -11,14 +11,8 @@ from graphlib import CycleError, TopologicalSorter
 from typing import TypeVar
 
 from vit_memory.errors import GraphError, UnknownTask
-from vit_memory.task import COMPOSABLE, Task
-
-_REASONS: Mapping[str, str] = {
-    "memory-unmasked": "its original tokens read its memory, so it changes the original output and every other task",
-    "full": "it has weights of its own in place of the backbone's",
-    "propagated": "its cells are updated in every block and read by the original tokens, which changes everybody",
-    "additive": "its cells are updated in every block and read by the original tokens, which changes everybody",
-}
+from vit_memory.regimes import COMPOSABLE, REGIMES
+from vit_memory.task import Task
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -31,10 +25,11 @@ class TaskGraph(Mapping[str, Task]):
         for task in tasks:
             if task.name in self._tasks:
                 raise GraphError(f"two tasks are called {task.name!r}; remove or rename one.")
-            if task.regime not in COMPOSABLE:
+            conflict = REGIMES[task.regime].conflict
+            if conflict is not None:
                 raise GraphError(
                     f"task {task.name!r} is of regime {task.regime!r} and cannot be put beside others: "
-                    f"{_REASONS[task.regime]}. Composable regimes: {', '.join(sorted(COMPOSABLE))}."
+                    f"{conflict}. Composable regimes: {', '.join(sorted(COMPOSABLE))}."
                 )
             self._tasks[task.name] = task
         for task in self._tasks.values():

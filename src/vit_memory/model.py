@@ -23,6 +23,7 @@ from vit_memory.graph import TaskGraph
 from vit_memory.joining import JoinPlan
 from vit_memory.outputs import Original, Outputs
 from vit_memory.reading import AttentionWeights, ReaderLayout, Readers, lay_out, place_cells, project_cells, read
+from vit_memory.regimes import REGIMES
 from vit_memory.task import Task, head_output
 from vit_memory.trunk import Trunk, run_trunk
 
@@ -104,7 +105,7 @@ class MemoryViT(nn.Module):
         """Answer for `tasks` (all attached ones by default) and for the backbone, in one pass.
 
         images: (B, C, height, width), floating point, normalised by the backbone's preprocessing. Only the named tasks
-        and their ancestors are read. No gradient is kept: training reads from a trunk.
+        and their ancestors are read. No gradient is kept; `fit` trains tasks.
         """
         images = self.backbone.check_images(images)
         selection = self._select(tasks)
@@ -242,7 +243,7 @@ def check_trained_on(task: Task, backbone: Backbone) -> None:
     """Raise BackboneMismatch unless the task was trained on exactly this backbone: the same shape and weights."""
     trained, loaded = task.backbone, backbone.identity
     remedy = f"Load {trained.name}, or train the task again on {loaded.name}."
-    if task.regime == "full":  # it names the backbone that it started from; the weights are its own
+    if REGIMES[task.regime].own_backbone:  # it names the backbone that it started from; the weights are its own
         remedy = f"Load the backbone that was trained with it: {task.name}.backbone.safetensors beside its task file."
     if (trained.width, trained.depth, trained.heads) != (loaded.width, loaded.depth, loaded.heads):
         raise BackboneMismatch(

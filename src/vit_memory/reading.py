@@ -52,7 +52,7 @@ class ReaderLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """One group's cells in one block, as what they are: keys and values. They do not depend on any image."""
+    """One group's cells in one block, projected to keys and values. They do not depend on any image."""
 
     keys: Tensor  # (G, H, A/H, P)
     values: Tensor  # (G, H, P, A/H)
@@ -182,13 +182,13 @@ def attend_readers(
     to_trunk = q @ trunk_keys.transpose(-1, -2)  # (B, H, T, N)
     to_self = (q * k).sum(-1, keepdim=True)  # (B, H, T, 1)
 
-    from_trunk: list[Tensor] = []
-    from_rest: list[Tensor] = []
+    trunk_weights: list[Tensor] = []
+    other_values: list[Tensor] = []
     for group, cells in zip(groups, memory, strict=True):
-        here = slice(group.start, group.stop)
+        members = slice(group.start, group.stop)
         K, P = group.ancestors.shape[1], group.cells.shape[1]
-        own_q = q[:, :, here]
-        scores = [to_trunk[:, :, here], to_self[:, :, here]]
+        own_q = q[:, :, members]
+        scores = [to_trunk[:, :, members], to_self[:, :, members]]
         if K:
             above_k, above_v = _gather(group, k), _gather(group, v)  # (B, H, G, K, A/H)
             scores.append((own_q.unsqueeze(-2) @ above_k.transpose(-1, -2)).squeeze(-2))
@@ -199,18 +199,18 @@ def attend_readers(
             joint[..., N + 1 :].masked_fill_(~group.readable, float("-inf"))
         weights = joint.softmax(dim=-1)
         w_trunk, w_self, w_above, w_cells = weights.split((N, 1, K, P), dim=-1)
-        read = w_self * v[:, :, here]
+        value = w_self * v[:, :, members]
         if K:
-            read = read + (w_above.unsqueeze(-2) @ above_v).squeeze(-2)
+            value = value + (w_above.unsqueeze(-2) @ above_v).squeeze(-2)
         if P:
-            read = read + (w_cells.permute(2, 1, 0, 3) @ cells.values).permute(2, 1, 0, 3)
-        from_trunk.append(w_trunk)
-        from_rest.append(read)
+            value = value + (w_cells.permute(2, 1, 0, 3) @ cells.values).permute(2, 1, 0, 3)
+        trunk_weights.append(w_trunk)
+        other_values.append(value)
         if record is not None:
             record(AttentionWeights(group, w_trunk, w_self, w_above, w_cells))
-    w_trunk = from_trunk[0] if len(from_trunk) == 1 else torch.cat(from_trunk, dim=2)
-    rest = from_rest[0] if len(from_rest) == 1 else torch.cat(from_rest, dim=2)
-    return (w_trunk @ trunk_values + rest).transpose(1, 2).flatten(2)
+    w_trunk = trunk_weights[0] if len(trunk_weights) == 1 else torch.cat(trunk_weights, dim=2)
+    others = other_values[0] if len(other_values) == 1 else torch.cat(other_values, dim=2)
+    return (w_trunk @ trunk_values + others).transpose(1, 2).flatten(2)
 
 
 def _gather(group: ReaderGroup, x: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ from vit_memory.errors import TaskError
 from vit_memory.families.roles import Block, Roles, Rotation
 from vit_memory.graph import TaskGraph
 from vit_memory.outputs import Original, Outputs
-from vit_memory.task import COMPOSABLE, Task
+from vit_memory.regimes import COMPOSABLE
+from vit_memory.task import Task
 from vit_memory.trunk import by_heads, finish_block, split_qkv
 
 
@@ -88,7 +89,7 @@ def dense_pass(
     rule_for: Callable[[int], Tensor | None] = lambda originals: None,
     raw: Tensor | None = None,
 ) -> tuple[Original, Tensor]:
-    """One sequence of originals, class tokens (T, D) and cells (L, S, D) through all blocks, with a graph if wanted.
+    """One sequence of originals, class tokens (T, D) and cells (L, S, D) through all blocks.
 
     `rule_for` makes the mask from the number of original tokens; None lets everybody read everybody. `raw` (S,) marks
     cells that skip the norm. Returns the original output and the class tokens' final ones (B, T, D).

@@ -17,8 +17,8 @@ from vit_memory.backbone import Backbone, BackboneIdentity
 from vit_memory.choices import Kind, Regime, Start
 from vit_memory.errors import TaskError
 from vit_memory.preprocessing import Preprocessing
+from vit_memory.regimes import REGIMES
 
-COMPOSABLE: frozenset[Regime] = frozenset({"head", "class", "memory"})
 MEMORY_STD = 0.02  # the paper's, for memory cells drawn before the norm
 
 
@@ -95,14 +95,17 @@ class Task:
         self._check_shape("head_weight", self.head_weight, (len(self.labels), width))
         self._check_shape("head_bias", self.head_bias, (len(self.labels),))
         self._check_shape("memory", self.memory, (depth, self.cells, width))
-        if self.regime in ("head", "full") and (self.class_token is not None or self.cells):
-            raise TaskError(f"{where}: regime {self.regime!r} has no class token or memory cells of its own.")
-        if self.regime not in ("head", "full"):
+        facts = REGIMES[self.regime]
+        if facts.class_token:
             if self.class_token is None:
                 raise TaskError(f"{where}: regime {self.regime!r} needs a class token.")
             self._check_shape("class_token", self.class_token, (width,))
-        if self.regime == "class" and self.cells:
-            raise TaskError(f"{where}: regime 'class' has no memory cells, {self.cells} given; regime 'memory' has.")
+        elif self.class_token is not None or self.cells:
+            raise TaskError(f"{where}: regime {self.regime!r} has no class token or memory cells of its own.")
+        if self.cells and not facts.cells:
+            raise TaskError(
+                f"{where}: regime {self.regime!r} has no memory cells, {self.cells} given; regime 'memory' has."
+            )
         if self.name in self.parents:
             raise TaskError(f"{where} extends itself.")
         if len(set(self.parents)) != len(self.parents):
@@ -203,24 +206,25 @@ def new_task(
     True
     """
     where = f"task {name!r}"
-    has_token, has_memory = regime not in ("head", "full"), regime not in ("head", "full", "class")
-    cells = (5 if has_memory else 0) if cells is None else cells
+    check_choice(where, "regime", regime, get_args(Regime))
+    facts = REGIMES[regime]
+    cells = (5 if facts.cells else 0) if cells is None else cells
     if cells < 0:
-        raise TaskError(f"{where}: memory size {cells}; it is the number of cells per block, 0 or more.")
-    if cells and not has_memory:
-        raise TaskError(f"{where}: regime {regime!r} has no memory cells, {cells} asked for.")
+        raise TaskError(f"{where}: {cells} memory cells; expected 0 or more per block.")
+    if cells and not facts.cells:
+        raise TaskError(f"{where}: regime {regime!r} has no memory cells, {cells} given.")
     check_choice(where, "start", start, get_args(Start))
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator) * memory_std
 
-    token = backbone.first_class_token().to("cpu", torch.float32) if start == "original" else drawn(backbone.width)
+    token = backbone.initial_class_token().to("cpu", torch.float32) if start == "original" else drawn(backbone.width)
     return Task(
         name=name,
         labels=tuple(labels),
         head_weight=torch.zeros(len(labels), backbone.width),
         head_bias=torch.zeros(len(labels)),
-        class_token=token if has_token else None,
+        class_token=token if facts.class_token else None,
         memory=drawn(backbone.depth, cells, backbone.width),
         backbone=backbone.identity,
         regime=regime,

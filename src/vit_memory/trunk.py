@@ -19,7 +19,7 @@ Run = Callable[[nn.Module, Tensor], Tensor]  # how a row-wise module is applied 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trunk:
-    """What the original tokens of a batch offer to class tokens: keys and values of every block, and the ending."""
+    """What class tokens read of a batch: the keys and values of every block, and the backbone's own output."""
 
     keys: tuple[Tensor, ...]  # per block (B, H, N, A/H), rotated and normed as the library does
     values: tuple[Tensor, ...]  # per block (B, H, N, A/H)
@@ -32,7 +32,7 @@ class PooledTrunk(Trunk):
 
 
 def call(module: nn.Module, x: Tensor) -> Tensor:
-    """Apply a module, and nothing else."""
+    """Call a module whose result is a Tensor."""
     y: Tensor = module(x)
     return y
 
@@ -66,8 +66,8 @@ def attend_originals(
 def finish_block(block: Block, x: Tensor, attended: Tensor, run: Run = call) -> Tensor:
     """Everything of a block after attention: projection and MLP with their residuals. Row by row, for any rows.
 
-    The MLP is the widest moment of a block, and what is held through it costs fresh memory (2 % of a pass over large
-    batches): `attended` is let go here, and callers hand it over without a name of their own.
+    The MLP needs the most memory of a block, so `attended` is freed before it; callers keep no reference (fresh memory
+    costs 2 % of a pass over large batches).
     """
     for module in block.project:
         attended = run(module, attended)

@@ -25,14 +25,23 @@ def run_unmasked(
     x, rotation = roles.embed(images)
     B, N, _ = x.shape
     x = torch.cat([x, roles.pre_norm(tokens).expand(B, -1, -1)], dim=1)  # (B, N + T, D)
-    carried = cells[0].expand(B, -1, -1)  # (B, S, D)
+    block_cells = cells[0].expand(B, -1, -1)  # (B, S, D)
     for i, block in enumerate(roles.blocks):
-        if i and regime == "additive":
-            carried = carried + cells[i]
-        elif i and regime != "propagated":
-            carried = cells[i].expand(B, -1, -1)
-        x, carried = _run_block(roles, block, x, carried, rotation, N, raw=raw)
+        if i:
+            block_cells = _next_cells(regime, block_cells, cells[i])
+        x, block_cells = _run_block(roles, block, x, block_cells, rotation, N, raw=raw)
     return roles.finish(x[:, :N]), roles.final_norm(x[:, N:])
+
+
+def _next_cells(regime: Regime, previous: Tensor, own: Tensor) -> Tensor:
+    """The cells (B, S, D) that enter a block, from the previous block's output and the block's own (S, D)."""
+    if regime == "propagated":
+        return previous
+    if regime == "additive":
+        return previous + own
+    if regime == "memory-unmasked":
+        return own.expand_as(previous)
+    raise ValueError(f"regime {regime!r} has a mask, or no cells.")
 
 
 def _run_block(

@@ -13,7 +13,7 @@ from vit_memory.data.images import ImageFiles
 from vit_memory.data.loading import BadImages, Loader, default_workers, load_one, view_seed
 from vit_memory.data.sources import open_data
 from vit_memory.data.splits import Split
-from vit_memory.data.transforms import Evaluation, Training
+from vit_memory.data.transforms import EvalTransform, TrainTransform
 from vit_memory.errors import DataError
 from vit_memory.families.bundled import PREPROCESSING
 
@@ -29,7 +29,7 @@ def concatenated(loader, **options):
 
 
 @pytest.mark.parametrize(
-    "transform", [Evaluation(PREPROCESSING), Training(PREPROCESSING)], ids=["evaluation", "training"]
+    "transform", [EvalTransform(PREPROCESSING), TrainTransform(PREPROCESSING)], ids=["evaluation", "training"]
 )
 def test_workers_and_batch_size_change_nothing(split, transform):
     order = np.random.default_rng(0).permutation(len(split))
@@ -44,7 +44,7 @@ def test_workers_and_batch_size_change_nothing(split, transform):
 
 
 def test_another_view_or_seed_is_another_augmentation_of_the_same_images(split):
-    loader = Loader(split, Training(PREPROCESSING), batch_size=8)
+    loader = Loader(split, TrainTransform(PREPROCESSING), batch_size=8)
     first, *_ = concatenated(loader, view=0, seed=0)
     assert torch.equal(first, concatenated(loader, view=0, seed=0)[0])
     for other in (concatenated(loader, view=1, seed=0)[0], concatenated(loader, view=0, seed=1)[0]):
@@ -62,7 +62,7 @@ def test_bad_images_are_logged_once_and_written_as_a_report(tmp_path):
         (tmp_path / f"d/ant/bad{i}.jpg").write_bytes(b"%d" % i)
     split = open_data(tmp_path / "d").train
     bad = BadImages()
-    loader = Loader(split, Evaluation(PREPROCESSING), batch_size=4, on_bad_image="skip", bad=bad)
+    loader = Loader(split, EvalTransform(PREPROCESSING), batch_size=4, on_bad_image="skip", bad=bad)
     for _ in range(2):
         assert sum(len(batch.targets) for batch in loader.batches()) == len(split) - len(bad)
     assert len(bad) > 5
@@ -83,7 +83,7 @@ def test_a_plan_gives_one_batch_per_group_also_of_no_groups_and_of_bad_images_on
         (tmp_path / name).write_bytes(name.encode())
     paths = (*split.images.paths[:3], str(tmp_path / "x.png"), str(tmp_path / "y.png"))
     mixed = Split.of(ImageFiles(paths), [0] * 5)
-    loader = Loader(mixed, Training(PREPROCESSING), 2, workers, "skip")
+    loader = Loader(mixed, TrainTransform(PREPROCESSING), 2, workers, "skip")
     assert list(loader.planned([])) == []
     plan = [(0, [3, 4]), (0, [0, 3]), (1, [1, 2]), (1, [4])]
     assert [batch.indices.tolist() for batch in loader.planned(plan)] == [[], [0], [1, 2], []]
@@ -97,7 +97,7 @@ def test_images_that_are_all_bad_are_refused_with_the_name_of_the_first(split, t
     paths = (str(tmp_path / "x.png"), str(tmp_path / "y.png"), split.images.paths[0])
 
     def check(count):
-        loader = Loader(Split.of(ImageFiles(paths[:count]), [0] * count), Evaluation(PREPROCESSING), 2, 0, "skip")
+        loader = Loader(Split.of(ImageFiles(paths[:count]), [0] * count), EvalTransform(PREPROCESSING), 2, 0, "skip")
         loader.check_usable("test image")
 
     check(3)
@@ -116,5 +116,5 @@ def test_an_image_turned_by_exif_and_decoded_small_is_the_same_view_as_the_uprig
     (tmp_path / "b/turned.jpg").write_bytes(encoded(turned, "JPEG", quality=95, exif=exif))
     split = Split.of(ImageFiles((str(tmp_path / "a/upright.jpg"), str(tmp_path / "b/turned.jpg"))), [0, 1])
     for seed in range(8):
-        upright, back = (load_one(split, i, Training(PREPROCESSING), seed).float() for i in (0, 1))
+        upright, back = (load_one(split, i, TrainTransform(PREPROCESSING), seed).float() for i in (0, 1))
         assert (upright - back).abs().mean() < 4  # of 255

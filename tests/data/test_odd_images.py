@@ -23,7 +23,7 @@ from vit_memory.data.images import ImageFiles
 from vit_memory.data.loading import Loader, load_one
 from vit_memory.data.sources import open_data
 from vit_memory.data.splits import Split
-from vit_memory.data.transforms import Evaluation, Training
+from vit_memory.data.transforms import EvalTransform, TrainTransform
 from vit_memory.errors import BadImage
 from vit_memory.families.bundled import PREPROCESSING
 
@@ -69,7 +69,7 @@ def test_a_bad_image_is_refused_with_its_name_and_the_reason(name, decoder, tmp_
     (tmp_path / name).write_bytes(make())
     split = Split.of(ImageFiles((str(tmp_path / name),)), [0])
     with pytest.raises(BadImage) as refused:
-        load_one(split, 0, Evaluation(PREPROCESSING))
+        load_one(split, 0, EvalTransform(PREPROCESSING))
     assert refused.value.name == str(tmp_path / name)
     assert re.search(reason, refused.value.reason), refused.value.reason
 
@@ -100,10 +100,10 @@ def test_a_folder_of_more_than_twenty_unusual_images_is_read_with_every_bad_one_
     reported, loaded = {}, 0
     with caplog.at_level(logging.WARNING):
         for split in dataset.splits.values():
-            loader = Loader(split, Training(PREPROCESSING), batch_size=4, workers=2, on_bad_image="skip")
+            loader = Loader(split, TrainTransform(PREPROCESSING), batch_size=4, workers=2, on_bad_image="skip")
             loaded += sum(len(batch.targets) for batch in loader.batches())
             # Some images are too narrow for the evaluation's resize only, so check both transforms.
-            evaluation = Loader(split, Evaluation(PREPROCESSING), batch_size=4, on_bad_image="skip", bad=loader.bad)
+            evaluation = Loader(split, EvalTransform(PREPROCESSING), batch_size=4, on_bad_image="skip", bad=loader.bad)
             for batch in evaluation.batches():
                 assert batch.images.isfinite().all()
             reported |= loader.bad.reasons
@@ -118,7 +118,7 @@ def test_training_stops_at_the_first_bad_image_unless_bad_images_are_skipped(fol
     split = open_data(folder).train
     for workers in (0, 2):
         with pytest.raises(BadImage, match=r"right/.*--on-bad-image skip"):
-            list(Loader(split, Evaluation(PREPROCESSING), batch_size=4, workers=workers).batches())
+            list(Loader(split, EvalTransform(PREPROCESSING), batch_size=4, workers=workers).batches())
 
 
 def test_decoding_in_threads_leaves_the_warning_filters_unchanged_and_emits_no_warning(decoder):

@@ -10,7 +10,7 @@ from PIL import Image
 from vit_memory import load_backbone
 from vit_memory.data.decoding import Encoded, decode
 from vit_memory.data.resizing import resize
-from vit_memory.data.transforms import Evaluation, Training, normalised
+from vit_memory.data.transforms import EvalTransform, TrainTransform, normalised
 from vit_memory.errors import DataError
 from vit_memory.families.bundled import PREPROCESSING
 from vit_memory.families.transformers_layout import read_preprocessing
@@ -53,7 +53,7 @@ def test_evaluation_equals_the_image_processor_of_transformers(name, size, tmp_p
     cls, options = PROCESSORS[name]
     processor = getattr(transformers, cls)(**options)
     processor.save_pretrained(tmp_path)
-    evaluation = Evaluation(read_preprocessing(str(tmp_path)))
+    evaluation = EvalTransform(read_preprocessing(str(tmp_path)))
     image = photo(*size)
     expected = processor(image, return_tensors="pt")["pixel_values"][0]
     ours = evaluation.normalised(evaluation(pixels_of(image))[None])[0]
@@ -67,7 +67,7 @@ def test_evaluation_equals_the_transform_of_timm(model, size):
     pytest.importorskip("torchvision")
     timm_model = timm.create_model(model, depth=1, embed_dim=32, num_heads=2)
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(timm_model), is_training=False)
-    evaluation = Evaluation(load_backbone(timm_model).preprocessing)
+    evaluation = EvalTransform(load_backbone(timm_model).preprocessing)
     image = photo(*size)
     ours = evaluation.normalised(evaluation(pixels_of(image))[None])[0]
     torch.testing.assert_close(ours, transform(image), rtol=0, atol=1e-5)
@@ -84,7 +84,7 @@ def test_another_image_size_keeps_the_proportion_of_resize_and_crop():
 def test_training_crops_are_those_of_torchvision_to_the_bit(interpolation):
     v2 = pytest.importorskip("torchvision.transforms.v2")
     preprocessing = replace(PREPROCESSING, interpolation=interpolation)
-    training = Training(preprocessing, flip=False)
+    training = TrainTransform(preprocessing, flip=False)
     pixels = pixels_of(photo(300, 200))
     for seed in range(20):
         box = training._random_box(200, 300, np.random.default_rng(seed))
@@ -109,7 +109,7 @@ def test_pillow_and_torch_resize_to_the_same_statistics(interpolation):
 @pytest.mark.parametrize("area", [(0.08, 1.0), (0.5, 1.0)])
 def test_inception_crops_are_drawn_as_torchvision_draws_them(area):
     transforms = pytest.importorskip("torchvision.transforms")
-    training = Training(PREPROCESSING, area=area)
+    training = TrainTransform(PREPROCESSING, area=area)
     ours = [training._random_box(300, 400, np.random.default_rng(seed)) for seed in range(4000)]
     ours = np.array([(box.top, box.left, box.height, box.width) for box in ours])
     image = torch.empty(3, 300, 400)
@@ -128,9 +128,9 @@ def test_a_view_is_decided_by_its_seed_alone():
     pixels = pixels_of(photo(120, 90))
     pytest.importorskip("torchvision")
     for training in (
-        Training(PREPROCESSING),
-        Training(PREPROCESSING, augment="pad-crop"),
-        Training(PREPROCESSING, augment="randaugment"),
+        TrainTransform(PREPROCESSING),
+        TrainTransform(PREPROCESSING, augment="pad-crop"),
+        TrainTransform(PREPROCESSING, augment="randaugment"),
     ):
         before = torch.get_rng_state()
         first = training(pixels, 3)
@@ -146,15 +146,17 @@ def test_a_view_is_decided_by_its_seed_alone():
 
 def test_views_without_augmentation_equal_the_evaluation():
     pixels = pixels_of(photo(120, 90))
-    none = Training(PREPROCESSING, augment="none")
-    assert torch.equal(none(pixels, 7), Evaluation(PREPROCESSING)(pixels))
+    none = TrainTransform(PREPROCESSING, augment="none")
+    assert torch.equal(none(pixels, 7), EvalTransform(PREPROCESSING)(pixels))
 
 
 def test_half_of_the_views_are_mirrored_and_pad_crops_shift_by_at_most_the_padding():
     preprocessing = replace(PREPROCESSING, resize=(32, 32), crop=None)
     pixels = torch.zeros(3, 32, 32, dtype=torch.uint8)
     pixels[:, 16, 8] = 255  # one bright point
-    points = [Training(preprocessing, augment="pad-crop")(pixels, seed)[0].nonzero()[0].tolist() for seed in range(600)]
+    points = [
+        TrainTransform(preprocessing, augment="pad-crop")(pixels, seed)[0].nonzero()[0].tolist() for seed in range(600)
+    ]
     rows, columns = np.array(points).T
     assert set(rows.tolist()) == set(range(12, 21))
     assert set(columns.tolist()) == set(range(4, 13)) | {31 - c for c in range(4, 13)}
@@ -166,7 +168,7 @@ def test_decoding_smaller_gives_the_same_view_but_for_fine_grain():
 
     smooth = photo(11, 9).resize((1024, 800), Image.Resampling.BICUBIC)
     file = encoded(smooth, "JPEG", quality=95)
-    training = Training(PREPROCESSING, area=(0.5, 1.0))
+    training = TrainTransform(PREPROCESSING, area=(0.5, 1.0))
     for seed in range(6):
         small = Encoded(file, "photo").decode(training.min_decode_size(800, 1024, seed))
         assert small.shape[1] < 800
@@ -181,8 +183,8 @@ def test_normalising_bytes_is_normalising_their_share_of_255():
 
 def test_an_impossible_transform_is_refused_when_it_is_built():
     with pytest.raises(DataError, match="augment is 'mixup'; expected one of inception, randaugment, pad-crop, none"):
-        Training(PREPROCESSING, augment="mixup")
+        TrainTransform(PREPROCESSING, augment="mixup")
     with pytest.raises(DataError, match="area is"):
-        Training(PREPROCESSING, area=(0.0, 1.0))
+        TrainTransform(PREPROCESSING, area=(0.0, 1.0))
     with pytest.raises(DataError, match=r"many sizes.*--image-size"):
-        Training(replace(PREPROCESSING, crop=None))(pixels_of(photo(50, 40)), 0)
+        TrainTransform(replace(PREPROCESSING, crop=None))(pixels_of(photo(50, 40)), 0)

@@ -14,15 +14,15 @@ from vit_memory import load_backbone
 from vit_memory.data.images import ImageArray, ImageFiles
 from vit_memory.data.loading import Loader, default_workers
 from vit_memory.data.splits import Split
-from vit_memory.data.transforms import Training
+from vit_memory.data.transforms import TrainTransform
 from vit_memory.errors import DataError, TrainingError, TrainingStopped
 from vit_memory.training import cache as cache_module
 from vit_memory.training import trunk_store
 from vit_memory.training.batches import LOADER_BATCH
 from vit_memory.training.cache import Cache, choose_storage
 from vit_memory.training.callbacks import Callbacks
+from vit_memory.training.fit import fit
 from vit_memory.training.locks import exclusive
-from vit_memory.training.loop import fit
 from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.stores import DiskSpace, bytes_on_disk, list_stores
@@ -58,7 +58,7 @@ def test_half_precision_stores_train_close_by(backbone, tmp_path, dtype):  # noq
 
 def store(backbone, folder, *, split=None, seed=0, facts=FACTS, views=2, dtype="float16", limit=None):  # noqa: F811
     split = split or coloured(20, 1)
-    loader = Loader(split, Training(facts), 5, on_bad_image="skip")
+    loader = Loader(split, TrainTransform(facts), 5, on_bad_image="skip")
     return TrunkStore(backbone, loader, views, seed, Cache("disk", dtype, folder, limit), range(len(split)))
 
 

@@ -53,7 +53,7 @@ from vit_memory.errors import VitMemoryError
 from vit_memory.training import cache as cache_module, trunk_store
 from vit_memory.training.cache import Cache
 from vit_memory.training.callbacks import Callbacks
-from vit_memory.training.loop import fit
+from vit_memory.training.fit import fit
 from vit_memory.training.options import TrainingOptions
 from vit_memory.training.ranks import init_ranks
 from vit_memory.training.recipe import Recipe

@@ -10,22 +10,22 @@ from test_sweep import FACTS, LABELS, backbone, coloured, fresh  # noqa: F401 - 
 from builders import images
 from vit_memory import load_backbone, new_task
 from vit_memory.data.loading import Loader
-from vit_memory.data.transforms import Training
+from vit_memory.data.transforms import TrainTransform
 from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
+from vit_memory.regimes import COMPOSABLE
 from vit_memory.standalone import StandaloneModel
-from vit_memory.task import COMPOSABLE
 from vit_memory.training.batch_plan import plan_batches
 from vit_memory.training.callbacks import Callbacks
-from vit_memory.training.loop import fit
+from vit_memory.training.fit import fit
 from vit_memory.training.options import TrainingOptions
 from vit_memory.training.ranks import Ranks
 from vit_memory.training.recipe import Recipe
-from vit_memory.training.regimes import REGIMES, build_sweep
+from vit_memory.training.regimes import SWEEPS, build_sweep
 from vit_memory.training.sweep import Setting
 
 RECIPE = Recipe(steps=40, batch=12, augment="none", learning_rates=(0.05, 0.2), evaluate_every=20)
-NOT_COMPOSABLE = [regime for regime in REGIMES if regime not in COMPOSABLE]
+NOT_COMPOSABLE = [regime for regime in SWEEPS if regime not in COMPOSABLE]
 
 
 @pytest.mark.parametrize("regime", NOT_COMPOSABLE)
@@ -39,7 +39,7 @@ def test_a_regime_that_does_not_compose_learns_and_answers_as_it_was_scored(back
         assert torch.equal(value, before[name]), name
     model = StandaloneModel(result.best.backbone or backbone, result.best.task)
     assert result.best.task.backbone.fingerprint == model.backbone.fingerprint
-    loader = Loader(validation, Training(FACTS, augment="none"), 30)
+    loader = Loader(validation, TrainTransform(FACTS, augment="none"), 30)
     (batch,) = loader.batches()
     right = (model(batch.images)["tint"].argmax(-1) == batch.targets).float().mean()
     assert float(right) == pytest.approx(result.best.score)
@@ -71,13 +71,13 @@ def test_full_fine_tuning_is_that_of_torch_and_the_library(optimiser):
         if optimiser == "sgd"
         else torch.optim.AdamW(parameters, rate, weight_decay=0.01)
     )
-    loader = Loader(train, Training(FACTS, augment="none"), 8)
+    loader = Loader(train, TrainTransform(FACTS, augment="none"), 8)
     plan = list(plan_batches(24, recipe, 0, Ranks()))
     for step, batch in enumerate(loader.planned(plan, recipe.seed)):
         reference.zero_grad()
         F.cross_entropy(head(theirs(batch.images).last_hidden_state[:, 0]), batch.targets).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        reference.param_groups[0]["lr"] = rate * recipe.rate_share(step)
+        reference.param_groups[0]["lr"] = rate * recipe.lr_factor(step)
         reference.step()
     torch.testing.assert_close(result.task.head_weight, head.weight.detach(), rtol=0, atol=1e-4)
     tuned = result.backbone.model.state_dict()
@@ -104,7 +104,7 @@ def test_unmasked_gradients_are_those_of_numeric_differences(backbone):  # noqa:
 
 
 def test_the_regimes_that_compose_are_those_that_train_on_one_trunk():
-    assert {regime for regime, sweep in REGIMES.items() if sweep.storable} == COMPOSABLE
+    assert {regime for regime, sweep in SWEEPS.items() if sweep.storable} == COMPOSABLE
 
 
 def test_what_a_regime_cannot_do_is_refused(backbone):  # noqa: F811
@@ -132,7 +132,7 @@ def test_early_stopping_ends_with_every_settings_best_evaluation_and_resuming_ad
     validation = coloured(30, 2)
     from vit_memory import MemoryViT
 
-    (batch,) = Loader(validation, Training(FACTS, augment="none"), 30).batches()
+    (batch,) = Loader(validation, TrainTransform(FACTS, augment="none"), 30).batches()
     for setting in result.settings:
         answers = MemoryViT(backbone, [setting.task])(batch.images)["tint"].argmax(-1)
         assert float((answers == batch.targets).float().mean()) == pytest.approx(setting.score)

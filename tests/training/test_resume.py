@@ -16,7 +16,7 @@ from training.test_sweep import backbone, coloured, fresh  # noqa: F401 - a fixt
 from vit_memory.errors import DamagedFile, TrainingError
 from vit_memory.training.cache import Cache
 from vit_memory.training.callbacks import Callbacks, Progress
-from vit_memory.training.loop import fit
+from vit_memory.training.fit import fit
 from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
 
@@ -151,10 +151,10 @@ def test_killed_at_twenty_random_moments_and_resumed_it_ends_with_the_same_weigh
 
 def test_reading_a_checkpoint_leaves_no_tensor_of_the_file_in_use(backbone, tmp_path):  # noqa: F811
     from vit_memory.graph import TaskGraph
-    from vit_memory.training.masked import MaskedSweep
     from vit_memory.training.sweep import Setting
+    from vit_memory.training.trunk_sweep import TrunkSweep
 
-    sweep = MaskedSweep(backbone, [Setting(fresh(backbone), 0.1)], TaskGraph(), RECIPE)
+    sweep = TrunkSweep(backbone, [Setting(fresh(backbone), 0.1)], TaskGraph(), RECIPE)
     addresses = {name: value.data_ptr() for name, value in sweep.state_dict().items()}
     sweep.load_state_dict({name: torch.zeros_like(value) for name, value in sweep.state_dict().items()}, [])
     assert {name: value.data_ptr() for name, value in sweep.state_dict().items()} == addresses

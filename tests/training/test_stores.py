@@ -22,9 +22,9 @@ from vit_memory.errors import TrainingError
 from vit_memory.training import cache as cache_module
 from vit_memory.training import stores as stores_module
 from vit_memory.training.cache import Cache
-from vit_memory.training.loop import fit
+from vit_memory.training.fit import fit
 from vit_memory.training.options import TrainingOptions
-from vit_memory.training.space import parse_size
+from vit_memory.training.sizes import parse_size
 from vit_memory.training.stores import clear_stores, list_stores
 
 TESTS = Path(__file__).parents[1]

@@ -14,11 +14,11 @@ from vit_memory.data.splits import Split
 from vit_memory.errors import BackboneMismatch, TrainingError
 from vit_memory.graph import TaskGraph
 from vit_memory.training.callbacks import Callbacks, Progress
-from vit_memory.training.loop import fit
-from vit_memory.training.masked import MaskedSweep
+from vit_memory.training.fit import fit
 from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.sweep import Setting
+from vit_memory.training.trunk_sweep import TrunkSweep
 from vit_memory.trunk import run_trunk
 
 FACTS = Preprocessing((32, 32), None, (0.5,) * 3, (0.25,) * 3, "bilinear")
@@ -78,7 +78,7 @@ def test_each_of_twelve_settings_ends_with_the_weights_of_its_own_solo_run(backb
 def test_the_optimisers_are_those_of_torch(backbone, optimiser):
     recipe = Recipe(steps=6, optimiser=optimiser, learning_rates=(0.01,), weight_decays=(0.1,), warmup=2, clip=0.5)
     task = trained(backbone, "tint", labels=LABELS, cells=2)
-    sweep = MaskedSweep(backbone, [Setting(task, 0.01, 0.1)], TaskGraph(), recipe)
+    sweep = TrunkSweep(backbone, [Setting(task, 0.01, 0.1)], TaskGraph(), recipe)
     theirs = {name: value.clone().requires_grad_() for name, value in parts(task).items()}
     reference = (
         torch.optim.SGD(theirs.values(), lr=0.01, momentum=0.9, weight_decay=0.1)
@@ -93,7 +93,7 @@ def test_the_optimisers_are_those_of_torch(backbone, optimiser):
             shape = stacks[name].values.shape
             stacks[name].values.grad = value.grad.reshape(shape).clone()
         torch.nn.utils.clip_grad_norm_(theirs.values(), recipe.clip)
-        reference.param_groups[0]["lr"] = 0.01 * recipe.rate_share(step)
+        reference.param_groups[0]["lr"] = 0.01 * recipe.lr_factor(step)
         reference.step()
         assert sweep.step(step, torch.zeros(1)) == []
     for name, value in parts(sweep.tasks()[0]).items():
@@ -110,7 +110,7 @@ def test_what_is_trained_is_what_the_model_answers_also_for_extensions(backbone)
     batch = images(4)
     trunk = run_trunk(backbone.roles, batch)
     for task, above in ((child, [grandparent, parent]), (plain, [])):
-        sweep = MaskedSweep(backbone, [Setting(task, 0.1)] * 2, TaskGraph(above), Recipe())
+        sweep = TrunkSweep(backbone, [Setting(task, 0.1)] * 2, TaskGraph(above), Recipe())
         answers = MemoryViT(backbone, [*above, sweep.tasks()[1]])(batch)["tint"]
         for logits in sweep.logits(trunk):
             torch.testing.assert_close(logits, answers, rtol=0, atol=1e-5)
@@ -122,7 +122,7 @@ def test_gradients_are_those_of_the_dense_reference_also_in_buffers_used_before(
 
     backbone = tiny_backbone(variant)
     task = trained(backbone, "tint", labels=LABELS, cells=3)
-    sweep = MaskedSweep(backbone, [Setting(task, 0.1)], TaskGraph(), Recipe())
+    sweep = TrunkSweep(backbone, [Setting(task, 0.1)], TaskGraph(), Recipe())
     for batch, labels in ((images(5, seed=1), [0, 1, 2, 0, 1]), (images(4), [0, 1, 2, 0])):
         sweep.accumulate(sweep.backward(sweep.encode(batch), torch.tensor(labels))[1])
         gradients = [gradient.clone() for gradient in sweep.gradients()]
@@ -139,7 +139,7 @@ def test_gradients_are_those_of_the_dense_reference_also_in_buffers_used_before(
 
 def test_a_graph_whose_buffers_were_used_again_is_noticed(backbone):
     task = trained(backbone, "tint", labels=LABELS, cells=3)
-    sweep = MaskedSweep(backbone, [Setting(task, 0.1)], TaskGraph(), Recipe())
+    sweep = TrunkSweep(backbone, [Setting(task, 0.1)], TaskGraph(), Recipe())
     first = sweep.logits(run_trunk(backbone.roles, images(4)))
     sweep.logits(run_trunk(backbone.roles, images(4, seed=1)))
     with pytest.raises(RuntimeError, match="modified inplace"):
@@ -228,7 +228,7 @@ def test_what_cannot_be_trained_is_refused_before_any_work(backbone):
 
 def test_the_schedule_warms_up_linearly_and_falls_as_a_cosine_over_optimiser_steps():
     recipe = Recipe(steps=105, warmup=5)
-    shares = [recipe.rate_share(step) for step in range(105)]
+    shares = [recipe.lr_factor(step) for step in range(105)]
     assert shares[:5] == [pytest.approx((i + 1) / 6) for i in range(5)]
     assert max(shares) == shares[5] == 1.0
     assert shares[55] == pytest.approx(0.5)

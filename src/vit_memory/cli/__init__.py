@@ -11,7 +11,7 @@ app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, pretty_exceptions
 
 @app.callback()
 def about() -> None:
-    """One frozen vision transformer that learns any number of new image tasks, untouched."""
+    """Teach a frozen vision transformer any number of image tasks without changing its own output."""
 
 
 app.command("demo")(demo.demo)

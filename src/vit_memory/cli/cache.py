@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 cache_app = typer.Typer(
     rich_markup_mode=None,
     no_args_is_help=True,
-    help="List or delete what train --cache disk keeps on disk.",
+    help="List or delete the stored keys and values that train keeps on disk.",
 )
 
 CacheDir = Annotated[Path | None, typer.Option(help="Folder of the stores.  [default: user cache]", file_okay=False)]
@@ -24,7 +24,7 @@ CacheDir = Annotated[Path | None, typer.Option(help="Folder of the stores.  [def
 
 def read_size(text: str) -> int:
     """Bytes from an option such as 20GB; a usage error if it is not a size."""
-    from vit_memory.training.space import parse_size
+    from vit_memory.training.sizes import parse_size
 
     try:
         return parse_size(text)
@@ -35,7 +35,7 @@ def read_size(text: str) -> int:
 @cache_app.command("list")
 def list_cache(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
     """List the stores with size, last use, content and state."""
-    from vit_memory.training.space import size
+    from vit_memory.training.sizes import size
     from vit_memory.training.stores import default_folder, list_stores
 
     folder = cache_dir or default_folder()
@@ -69,7 +69,7 @@ def clear(
     cache_dir: CacheDir = None,
 ) -> None:
     """Delete the stores that no running training uses. A training that needs one computes it again."""
-    from vit_memory.training.space import size
+    from vit_memory.training.sizes import size
     from vit_memory.training.stores import clear_stores, default_folder, describe
 
     folder = cache_dir or default_folder()

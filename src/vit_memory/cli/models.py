@@ -36,7 +36,9 @@ class ComputeOptions:
     """How images are loaded and computed."""
 
     batch: Annotated[int, typer.Option(min=1, help="Images per forward pass.")] = 64
-    workers: Annotated[int | None, typer.Option(min=0, help="Processes that load images.  [default: cores]")] = None
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that load images.  [default: one per core, at most 8]")
+    ] = None
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute.  [default: cores]")] = None
 
     def limit_threads(self) -> None:

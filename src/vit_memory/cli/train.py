@@ -11,7 +11,7 @@ from vit_memory.choices import OnBadImage, PrecisionOrAuto
 from vit_memory.cli.data import DataOptions, Source, page, summarise_images
 from vit_memory.cli.options import spread_options
 from vit_memory.cli.progress import TrainingProgress, show_log, stopping, typed_command
-from vit_memory.cli.settings import print_settings
+from vit_memory.cli.settings_table import print_settings
 from vit_memory.cli.train_options import (
     CacheOptions,
     GridOptions,
@@ -57,9 +57,11 @@ def train(
     show_log()
     limit_threads(machine.threads)
     plan = _plan(run, grid, recipe)
-    dataset = data.open(source, recipe.seed)
-    _show_and_check(dataset, source, machine.on_bad_image)
     ranks = init_ranks(machine.device)
+    dataset = data.open(source, recipe.seed)
+    with ranks.fail_together():
+        if ranks.is_main:
+            _show_and_check(dataset, source, machine.on_bad_image)
     device = ranks.device(machine.device)
     backbone = load_backbone(run.backbone, device=device, dtype=_dtype(machine.precision, machine.device))
     options = machine.build(cache.build(), ranks, resume=run.resume)

@@ -1,4 +1,4 @@
-"""The options of vit-memory train, as frozen values; each group builds the library's value of the same name.
+"""The options of vit-memory train in groups, each a frozen value that builds the library's own (`Grid`, `Recipe`, …).
 
 A new option of a recipe is a field of `Recipe` and a field of `RecipeOptions` with the same name; likewise for
 `TrainingOptions` and `MachineOptions`.
@@ -68,7 +68,7 @@ class RunOptions:
         list[Path] | None, typer.Option(help="Task file that this task extends; may be repeated.", exists=True)
     ] = None
     per_class: Annotated[
-        int | None, typer.Option(min=1, help="At most so many training images per class (single-label).")
+        int | None, typer.Option(min=1, help="At most N training images per class (single-label).")
     ] = None
     report: Annotated[
         bool, typer.Option(help="Score the task on the test images and write report.html with charts and pictures.")
@@ -96,7 +96,11 @@ class GridOptions:
         str, typer.Option(help="Memory cells per block: 5, or several: 0,1,5.", callback=_list_of(int, "whole numbers"))
     ] = "5"
     start: Annotated[
-        str, typer.Option(help="Start of the class token: original, normal, or both.", callback=_words_of(Start))
+        str,
+        typer.Option(
+            help="Start of the class token: original, normal (random), or original,normal to try both.",
+            callback=_words_of(Start),
+        ),
     ] = "original"
     seeds: Annotated[
         str, typer.Option(help="Seeds of new tasks: 0, or several: 0,1,2.", callback=_list_of(int, "whole numbers"))
@@ -149,7 +153,7 @@ class RecipeOptions:
         int | None, typer.Option(min=1, help="Steps between evaluations on the validation images.  [default: 50]")
     ] = None
     patience: Annotated[
-        int | None, typer.Option(min=1, help="End after so many evaluations without a better validation score.")
+        int | None, typer.Option(min=1, help="End after N evaluations without a better validation score.")
     ] = None
     seed: Annotated[int, typer.Option(min=0, help="Seed of splits, order and augmentation.")] = 0
 
@@ -171,7 +175,8 @@ class CacheOptions:
     """Whether and where trunks are stored."""
 
     cache: Annotated[
-        CacheMode, typer.Option(help="Store the backbone's keys and values, so that each view is computed once.")
+        CacheMode,
+        typer.Option(help="Where to store the backbone's keys and values, so that each view is computed once."),
     ] = "auto"
     cache_dtype: Annotated[CacheDtype, typer.Option(help="Precision of stored values.")] = "float16"
     cache_dir: Annotated[Path | None, typer.Option(help="Folder of --cache disk.  [default: user cache]")] = None
@@ -197,7 +202,9 @@ class MachineOptions:
     """How the training runs. Fields with the name of a field of TrainingOptions set it."""
 
     image_size: Annotated[int | None, typer.Option(min=1, help="Image size.  [default: the backbone's]")] = None
-    workers: Annotated[int | None, typer.Option(min=0, help="Processes that load images.  [default: cores]")] = None
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that load images.  [default: one per core, at most 8]")
+    ] = None
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute.  [default: cores]")] = None
     on_bad_image: OnBadImageOption = "fail"
     device: Annotated[str, typer.Option(help="cpu, cuda or mps.")] = "cpu"

@@ -21,7 +21,7 @@ from vit_memory.atomic import write_atomic
 from vit_memory.choices import OnBadImage
 from vit_memory.data.decoding import Encoded, decode
 from vit_memory.data.splits import Split, why_empty
-from vit_memory.data.transforms import Training, Transform
+from vit_memory.data.transforms import TrainTransform, Transform
 from vit_memory.errors import BadImage, DataError
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class BadImages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loader:
-    """Loads batches of a split. Iterate with `batches(order, seed)`, once per epoch."""
+    """Loads batches of a split. Iterate with `batches(order, view, seed)`, once per epoch."""
 
     split: Split
     transform: Transform
@@ -187,7 +187,7 @@ def load_one(split: Split, index: int, transform: Transform, seed: int = 0) -> T
     name = split.images.name(index)
     content = split.images.read(index)
     try:
-        if isinstance(content, bytes) and isinstance(transform, Training):
+        if isinstance(content, bytes) and isinstance(transform, TrainTransform):
             image = Encoded(content, name)
             pixels = image.decode(transform.min_decode_size(image.height, image.width, seed))
             return transform(pixels, seed, (image.height, image.width))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from vit_memory.choices import Kind, KindOrAuto
-from vit_memory.data.label_cells import (
+from vit_memory.data.label_parsing import (
     SEPARATOR,
     is_blank,
     parse_flag,

@@ -35,7 +35,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvalTransform:
     """The backbone's own preprocessing, as its library's image processor does it."""
 
     preprocessing: Preprocessing
@@ -63,7 +63,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainTransform:
     """Random augmentation of an image.
 
     `inception` is a crop of random area and aspect ratio, `randaugment` the same crop with torchvision's RandAugment,
@@ -110,7 +110,7 @@ class Training:
         if self._is_crop:
             view = self._random_crop(pixels, full_size, rng)
         else:
-            view = Evaluation(self.preprocessing)(pixels)
+            view = EvalTransform(self.preprocessing)(pixels)
             if view.dtype != torch.uint8:
                 view = (view * 255 + 0.5).clamp(0, 255).to(torch.uint8)
             if self.augment == "pad-crop":
@@ -154,7 +154,7 @@ class Training:
         return padded[:, top : top + height, left : left + width]
 
 
-Transform = Evaluation | Training
+Transform = EvalTransform | TrainTransform
 
 
 def view_size(preprocessing: Preprocessing) -> tuple[int, int]:

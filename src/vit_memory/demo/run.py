@@ -17,7 +17,7 @@ from torch import Tensor
 from vit_memory.backbone import Backbone, load_backbone
 from vit_memory.choices import Kind
 from vit_memory.data.loading import Loader
-from vit_memory.data.transforms import Evaluation
+from vit_memory.data.transforms import EvalTransform
 from vit_memory.demo.images import DemoImages, draw_images
 from vit_memory.evaluation.metrics import AnyScores, score_task
 from vit_memory.families import bundled
@@ -27,8 +27,8 @@ from vit_memory.predictions import Prediction, predictions
 from vit_memory.task import Task
 from vit_memory.training.cache import Cache
 from vit_memory.training.callbacks import Callbacks, Progress
+from vit_memory.training.fit import fit
 from vit_memory.training.grid import Grid
-from vit_memory.training.loop import fit
 from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
 
@@ -166,7 +166,7 @@ def _train(
 
 def _test_batches(backbone: Backbone, test: DemoImages) -> list[Tensor]:
     assert backbone.preprocessing is not None
-    loader = Loader(test.split(test.digit), Evaluation(backbone.preprocessing), _BATCH)
+    loader = Loader(test.split(test.digit), EvalTransform(backbone.preprocessing), _BATCH)
     return [batch.images for batch in loader.batches()]
 
 

@@ -14,7 +14,7 @@ from vit_memory.data.decoding import EXTENSIONS
 from vit_memory.data.images import ImageFiles
 from vit_memory.data.loading import BadImages, Loader, nothing_usable
 from vit_memory.data.splits import Split
-from vit_memory.data.transforms import Evaluation
+from vit_memory.data.transforms import EvalTransform
 from vit_memory.errors import DataError
 from vit_memory.evaluation.metrics import AnyScores, score_task
 from vit_memory.evaluation.models import Model, preprocessing_of
@@ -63,7 +63,7 @@ def evaluate(
     for name in names:
         if reason := why_not_scored(model.tasks[name], split, labels):
             raise DataError(reason)
-    transform = Evaluation(preprocessing_of(model, names))
+    transform = EvalTransform(preprocessing_of(model, names))
     if skipped is None:
         loader = Loader(split, transform, batch, workers, "fail")
     else:
@@ -91,7 +91,7 @@ def predict(
     threads: int | None = None,
 ) -> Iterator[FilePrediction]:
     """Predict any number of files, in order and in constant memory; a bad image has its reason as `error`."""
-    transform = Evaluation(preprocessing_of(model, names))
+    transform = EvalTransform(preprocessing_of(model, names))
     stream = iter(paths)
     while chunk := list(islice(stream, _CHUNK)):
         skipped = BadImages()

@@ -11,8 +11,8 @@ from vit_memory.files.container import read_container
 from vit_memory.files.taskfile import backbone_file
 from vit_memory.model import MemoryViT
 from vit_memory.preprocessing import Preprocessing
+from vit_memory.regimes import COMPOSABLE, REGIMES
 from vit_memory.standalone import StandaloneModel
-from vit_memory.task import COMPOSABLE
 
 Model = MemoryViT | StandaloneModel
 
@@ -43,7 +43,7 @@ def open_model(
     file, task = standalone[0], standalone[0].task
     if len(files) > 1:
         raise TaskError(f"task {task.name!r} is of regime {task.regime!r} and cannot be combined; open it alone.")
-    return StandaloneModel(_tuned_backbone(loaded, file) if task.regime == "full" else loaded, task)
+    return StandaloneModel(_tuned_backbone(loaded, file) if REGIMES[task.regime].own_backbone else loaded, task)
 
 
 def preprocessing_of(model: Model, names: Iterable[str]) -> Preprocessing:

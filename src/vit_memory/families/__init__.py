@@ -38,7 +38,7 @@ class Family(Protocol):
         """What the model itself knows about how its images are prepared."""
 
     def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:
-        """The library's own forward, as fields of `Original`: the judge of our passes."""
+        """The library's own forward, as fields of `Original`; our passes must equal it."""
 
     def tiny_models(self) -> Mapping[str, Callable[[], nn.Module]]:
         """Small random models of every variant, by name, for `verify` and the tests."""

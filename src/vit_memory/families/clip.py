@@ -77,7 +77,7 @@ class VisionTower(TransformersFamily):
         return TransformersFamily.accepts(self, model) and "Text" not in type(model).__name__
 
     def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:
-        """The judge; of a whole model, its vision tower."""
+        """The library's own forward; of a whole model, its vision tower."""
         core = self.core(model)
         whole = optional(model, "text_model") is not None
         return forward_at_any_size(core if whole else model, images, pair(core.config.image_size))

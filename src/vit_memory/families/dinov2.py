@@ -76,7 +76,7 @@ class DINOv2(TransformersFamily):
         )
 
     def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:
-        """The judge."""
+        """The library's own forward, which our passes must equal."""
         return fields_of(model(pixel_values=images))
 
     def tiny_models(self) -> Mapping[str, Callable[[], nn.Module]]:

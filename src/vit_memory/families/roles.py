@@ -85,14 +85,14 @@ class Roles:
     class_token: Tensor | None  # (1, 1, D) or (D,) parameter
     class_position: Tensor | None  # what its position adds, viewable as (D,)
 
-    def first_class_token(self) -> Tensor:
+    def initial_class_token(self) -> Tensor:
         """The vector (D,) that enters where the original class token enters, position included; else zero."""
         if self.class_token is None:
             return self.blocks[0].norm1.weight.new_zeros(self.width)  # type: ignore[operator]
         token = self.class_token.detach().reshape(-1)
         return token.clone() if self.class_position is None else token + self.class_position.detach().reshape(-1)
 
-    def read_through(self) -> Iterator[nn.Module]:
+    def class_token_modules(self) -> Iterator[nn.Module]:
         """Every module that class tokens and memory cells pass."""
         yield self.pre_norm
         for block in self.blocks:

@@ -188,7 +188,7 @@ class TimmViT:
         )
 
     def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:
-        """The judge."""
+        """The library's own forward, which our passes must equal."""
         timm_model: Any = model
         said = {"tokens": timm_model.forward_features(images)}
         if not isinstance(timm_model.head, nn.Identity):

@@ -345,7 +345,7 @@ class PlainViT(TransformersFamily):
         return NormThenHeads(norm, optional(core, "pooler"), classifier)
 
     def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:
-        """The judge."""
+        """The library's own forward, which our passes must equal."""
         return forward_at_any_size(model, images, self.roles(model).image_size)
 
     def tiny_models(self) -> Mapping[str, Callable[[], nn.Module]]:

@@ -45,7 +45,7 @@ class ViTMAE(PlainViT):
         return replace(plain, embed=Unmasked(self.core(model).embeddings, plain.image_size))
 
     def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:
-        """The judge: the encoder alone, told to mask nothing and to leave the order alone."""
+        """The library's own forward of the encoder, without masking and without shuffling."""
         core: Any = self.core(model)
         roles = self.roles(model)
         patches = (images.shape[-2] // roles.patch_size[0]) * (images.shape[-1] // roles.patch_size[1])

@@ -9,6 +9,7 @@ from vit_memory.files.container import read_container, read_format, write_contai
 from vit_memory.files.manifest import MANIFEST, bundle_of
 from vit_memory.files.taskfile import FORMAT, backbone_file, load_task, save_task
 from vit_memory.graph import has_digest, rename_tasks
+from vit_memory.regimes import REGIMES
 from vit_memory.task import Task, TaskRecord, check_name
 
 
@@ -47,11 +48,11 @@ def rename_file(path: Path, name: str, *, out: Path | None = None, children: boo
     if not keeps_old:
         _refuse_inside_bundle(path, f"vit-memory bundle rename {{bundle}} {task.name} {name}")
     if not same_file:
-        _refuse_existing(target, *([backbone_file(target)] if task.regime == "full" else []))
+        _refuse_existing(target, *([backbone_file(target)] if REGIMES[task.regime].own_backbone else []))
     tasks = {path: task, **({} if keeps_old else dict(_tasks_beside(path)))}
     renamed = _renamed_with_children(path, name, tasks, children)
     # The new file first and the old one last: wherever this is interrupted, every child finds its parent.
-    if task.regime == "full" and backbone_file(path).exists():
+    if REGIMES[task.regime].own_backbone and backbone_file(path).exists():
         metadata, weights = read_container(backbone_file(path))
         write_container(backbone_file(target), {**metadata, "task": name}, weights)
     targets = {file: target if file == path else file for file in renamed}
@@ -59,7 +60,7 @@ def rename_file(path: Path, name: str, *, out: Path | None = None, children: boo
         save_task(renamed[file], task_file)
     if not keeps_old and not same_file:
         path.unlink()
-        if task.regime == "full":
+        if REGIMES[task.regime].own_backbone:
             backbone_file(path).unlink(missing_ok=True)
     return [Change(task_file, tasks[file], renamed[file]) for file, task_file in targets.items()]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vit_memory.data.loading import load_one
 from vit_memory.data.splits import Split
-from vit_memory.data.transforms import Evaluation, view_size
+from vit_memory.data.transforms import EvalTransform, view_size
 from vit_memory.errors import BadImage, DataError
 from vit_memory.evaluation.models import Model, preprocessing_of
 from vit_memory.model import MemoryViT
@@ -54,7 +54,7 @@ class Pictures:
     def attention_uri(self, place: int, task: str) -> str:
         """The image in grey with the attention of the task's class token over it, as a data URI."""
         assert isinstance(self.model, MemoryViT)
-        transform = Evaluation(self.preprocessing)
+        transform = EvalTransform(self.preprocessing)
         image = transform.normalised(self._load(place, transform)[None])
         explanation = self.model.explain(image.to(self.model.backbone.device), task)
         heat = explanation.patches[-1].float().mean(0).numpy()  # last block, mean over heads: (rows, columns)
@@ -67,21 +67,21 @@ class Pictures:
             pixels = (pixels * 255 + 0.5).clamp(0, 255).to(torch.uint8)
         return np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())
 
-    def _load(self, place: int, transform: Evaluation) -> Tensor:
+    def _load(self, place: int, transform: EvalTransform) -> Tensor:
         try:
             return load_one(self.split, place, transform)
         except BadImage:  # removed since it was scored
             return torch.full((3, *view_size(transform.preprocessing)), 128, dtype=torch.uint8)
 
 
-def _display(preprocessing: Preprocessing) -> Evaluation:
+def _display(preprocessing: Preprocessing) -> EvalTransform:
     """The same part of an image at a size for people."""
     try:
         height, width = view_size(preprocessing)
     except DataError:  # images as they come
-        return Evaluation(preprocessing)
+        return EvalTransform(preprocessing)
     scale = _SIDE / max(height, width)
-    return Evaluation(preprocessing.at((max(1, round(height * scale)), max(1, round(width * scale)))))
+    return EvalTransform(preprocessing.at((max(1, round(height * scale)), max(1, round(width * scale)))))
 
 
 def _with_heat(pixels: np.ndarray, heat: np.ndarray) -> np.ndarray:

@@ -9,10 +9,11 @@ from vit_memory.data.sources import Dataset
 from vit_memory.evaluation.inference import Evaluated, evaluate
 from vit_memory.evaluation.models import Model
 from vit_memory.model import MemoryViT
+from vit_memory.regimes import COMPOSABLE
 from vit_memory.report.page import About, ScoredSplit, write_report
 from vit_memory.report.training import TrainingResult
 from vit_memory.standalone import StandaloneModel
-from vit_memory.task import COMPOSABLE, Task
+from vit_memory.task import Task
 from vit_memory.training.curves import read_curves
 from vit_memory.training.options import TrainingOptions
 from vit_memory.training.results import FitResult

@@ -240,5 +240,5 @@ def _caption_short(labels: tuple[str, ...], answers: Tensor, i: int, confidence:
 
 
 def _one_of(places: Tensor) -> int:
-    """One of these at random, always the same one."""
+    """One of these, drawn with a fixed seed."""
     return int(places[int(torch.randint(len(places), (), generator=torch.Generator().manual_seed(0)))])

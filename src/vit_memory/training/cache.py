@@ -9,7 +9,7 @@ import torch
 
 from vit_memory.choices import CacheDtype, CacheMode, Storage
 from vit_memory.errors import TrainingError
-from vit_memory.training.space import free_memory, size
+from vit_memory.training.sizes import free_memory, size
 from vit_memory.training.stores import DiskSpace, default_folder
 
 _AUTO_RAM, _AUTO_DISK = 0.5, 0.5  # share of the free space that `auto` uses at most

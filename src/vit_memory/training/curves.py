@@ -91,7 +91,7 @@ def _variant(setting: "Setting") -> str:
     recipe = setting.task.record.recipe
     parts = [f"decay {setting.weight_decay:g}"] if setting.weight_decay else []
     if recipe.get("start") == "normal" and setting.task.class_token is not None:
-        parts.append("drawn token")
+        parts.append("random token")
     return ", ".join(parts + ([f"seed {recipe['task_seed']}"] if recipe.get("task_seed") else []))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from vit_memory.backbone import Backbone
 from vit_memory.choices import Kind, Regime, Start
+from vit_memory.regimes import REGIMES
 from vit_memory.task import Task, new_task
 
 
@@ -33,9 +34,9 @@ class Grid:
         tasks: dict[tuple[Any, ...], Task] = {}
         for regime, cells, start, seed in product(self.regimes, self.cells, self.starts, self.seeds):
             trained: Regime = "class" if regime == "memory" and cells == 0 else regime
-            size = 0 if trained in ("head", "class", "full") else cells
-            # `head` and `full` have no cells, class token or randomness: one task of each is enough.
-            point = (trained,) if trained in ("head", "full") else (trained, size, start, seed)
+            size = cells if REGIMES[trained].cells else 0
+            # Without a class token and cells there is no randomness: one task is enough.
+            point = (trained, size, start, seed) if REGIMES[trained].class_token else (trained,)
             if point in tasks:
                 continue
             generator = torch.Generator().manual_seed(seed)

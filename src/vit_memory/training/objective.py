@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vit_memory.average_precision import average_precision, best_thresholds
 from vit_memory.data.splits import Split
 from vit_memory.errors import TrainingError
-from vit_memory.ranking import average_precision, best_thresholds
 from vit_memory.task import TargetScale, Task
 from vit_memory.training.recipe import Recipe
 

@@ -19,7 +19,7 @@ class Recipe:
     The schedule counts optimiser steps: linear warm-up, then a cosine to zero. Every learning rate is trained with
     every weight decay, at once, and the best by validation score is kept. The defaults suit small datasets.
 
-    >>> Recipe(steps=100, warmup=4).rate_share(4)
+    >>> Recipe(steps=100, warmup=4).lr_factor(4)
     1.0
     """
 
@@ -81,7 +81,7 @@ class Recipe:
         """How many views an image has; None: a new one in every epoch."""
         return 1 if self.augment == "none" else self.views
 
-    def rate_share(self, step: int) -> float:
+    def lr_factor(self, step: int) -> float:
         """The factor on the learning rate at step `step`, counted from 0."""
         if step < self.warmup:
             return (step + 1) / (self.warmup + 1)

@@ -1,6 +1,6 @@
 """Which sweep trains which regime, and the sweeps of the regimes that do not compose.
 
-A new regime is one more line of REGIMES, and a subclass of Sweep if no existing one fits.
+A new regime is one more line of SWEEPS, and a subclass of Sweep if no existing one fits.
 """
 
 import copy
@@ -15,12 +15,13 @@ from vit_memory.backbone import Backbone
 from vit_memory.choices import Regime
 from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
-from vit_memory.task import COMPOSABLE, Task
-from vit_memory.training.masked import MaskedSweep
+from vit_memory.regimes import COMPOSABLE
+from vit_memory.task import Task
 from vit_memory.training.memory_sweep import MemorySweep
 from vit_memory.training.objective import Objective
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.sweep import Encoding, Setting, Stack, Sweep
+from vit_memory.training.trunk_sweep import TrunkSweep
 from vit_memory.trunk import run_originals
 from vit_memory.unmasked import run_unmasked
 
@@ -102,10 +103,10 @@ class FullSweep(Sweep):
         return Backbone(model.eval(), self.backbone.family, self.backbone.name, self.backbone.preprocessing)
 
 
-REGIMES: Mapping[Regime, type[Sweep]] = {
-    "head": MaskedSweep,
-    "class": MaskedSweep,
-    "memory": MaskedSweep,
+SWEEPS: Mapping[Regime, type[Sweep]] = {
+    "head": TrunkSweep,
+    "class": TrunkSweep,
+    "memory": TrunkSweep,
     "memory-unmasked": UnmaskedSweep,
     "propagated": UnmaskedSweep,
     "additive": UnmaskedSweep,
@@ -123,7 +124,7 @@ def build_sweep(
     """The sweep that trains these settings. Raises TrainingError if their regimes cannot share one."""
     if not settings:
         raise TrainingError("no settings to train.")
-    sweeps = {REGIMES[setting.task.regime] for setting in settings}
+    sweeps = {SWEEPS[setting.task.regime] for setting in settings}
     if len(sweeps) > 1:
         regimes = ", ".join(sorted({setting.task.regime for setting in settings}))
         raise TrainingError(

@@ -30,12 +30,12 @@ from vit_memory.files.taskfile import save_task
 from vit_memory.task import Task
 from vit_memory.training.callbacks import Callbacks, Progress
 from vit_memory.training.curves import draw_curves, read_curves, read_log
-from vit_memory.training.events import write_events
+from vit_memory.training.fit import fit
 from vit_memory.training.grid import Grid
-from vit_memory.training.loop import fit
 from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.results import FitResult, SettingResult, metric_key
+from vit_memory.training.tensorboard_events import write_events
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ def _read_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             if first[key].get(part) != now[key].get(part)
         ] + [f"{key} differ" for key in different if not isinstance(first.get(key), dict)]
         raise TrainingError(
-            f"{path.parent}: was started with other settings: {'; '.join(details[:6])}. "
+            f"{path.parent}: was started with other options: {'; '.join(details[:6])}. "
             f"Resume with the same ones, or start again with another --out."
         )
     return dict(first)

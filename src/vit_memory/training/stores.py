@@ -20,7 +20,7 @@ from typing import Any
 
 from vit_memory.errors import FileError, TrainingError
 from vit_memory.training.locks import exclusive, remove_stale_marks, users
-from vit_memory.training.space import disk_size, free_disk, size
+from vit_memory.training.sizes import disk_size, free_disk, size
 from vit_memory.training.store_format import ABOUT, DONE, KEY_LENGTH, TRUNKS
 from vit_memory.user_cache import user_cache_folder
 

@@ -1,8 +1,8 @@
 """Many settings trained at once, each as if it were alone: their parameters and their optimiser.
 
 The loss is the sum over settings, so each setting gets its own gradient. Clipping, schedule and optimiser state are
-per setting, and a setting that diverges is stopped while the others continue. The forward passes are in `masked.py`
-and `regimes.py`.
+per setting, and a setting that diverges is stopped while the others continue. The forward passes are in
+`trunk_sweep.py` and `regimes.py`.
 
 Shape letters: B batch, T settings, C classes.
 """
@@ -17,7 +17,8 @@ from torch import Tensor
 from vit_memory.backbone import Backbone
 from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
-from vit_memory.task import COMPOSABLE, Task
+from vit_memory.regimes import COMPOSABLE
+from vit_memory.task import Task
 from vit_memory.training.objective import Objective, SingleLabel
 from vit_memory.training.recipe import Recipe
 from vit_memory.trunk import Trunk
@@ -42,7 +43,7 @@ class Setting:
         size = cells if task.regime == "memory" and cells else f"{task.regime} {cells}".strip()
         decay = f", decay {self.weight_decay:g}" if self.weight_decay else ""
         record = task.record.recipe
-        start = ", drawn token" if record.get("start") == "normal" and task.class_token is not None else ""
+        start = ", random token" if record.get("start") == "normal" and task.class_token is not None else ""
         seed = f", seed {record['task_seed']}" if record.get("task_seed") else ""
         return f"{size}, rate {self.learning_rate:g}{decay}{start}{seed}"
 
@@ -54,8 +55,8 @@ class Stack:
     values: Tensor  # requires grad
     owner: Tensor  # (rows,) int64: the setting that each row along `axis` belongs to
     axis: int
-    first: Tensor  # optimiser state: momentum, or the mean of gradients
-    second: Tensor  # AdamW's mean of squares
+    exp_avg: Tensor  # optimiser state: SGD's momentum buffer, or AdamW's mean of gradients
+    exp_avg_sq: Tensor  # AdamW's mean of squared gradients
     best: Tensor | None = None  # with early stopping: the values of each setting's best evaluation
 
     @classmethod
@@ -69,7 +70,7 @@ class Stack:
         shape[self.axis] = -1
         return per_setting[self.owner].view(shape)
 
-    def squares(self, gradient: Tensor, settings: int) -> Tensor:
+    def squared_norms(self, gradient: Tensor, settings: int) -> Tensor:
         """(T,): the squared norm of each setting's gradient."""
         others = [axis for axis in range(gradient.dim()) if axis != self.axis]
         per_row = gradient.square().sum(others) if others else gradient.square()
@@ -159,29 +160,29 @@ class Sweep(ABC):
         """
         T = len(self.settings)
         gradients = self.gradients()
-        squares = [stack.squares(g, T) for stack, g in zip(self.stacks.values(), gradients, strict=True)]
+        squares = [stack.squared_norms(g, T) for stack, g in zip(self.stacks.values(), gradients, strict=True)]
         norms = torch.stack(squares).sum(0).sqrt() / count
         fine = norms.isfinite() & losses.isfinite()
         diverged = (self.alive & ~fine).nonzero().flatten().tolist()
         self.alive &= fine
-        shares = torch.ones_like(norms)
+        clip_coefficients = torch.ones_like(norms)
         if self.recipe.clip is not None:
-            shares = (self.recipe.clip / (norms + 1e-6)).clamp(max=1)
-        rates = self._rates * self.recipe.rate_share(number)
+            clip_coefficients = (self.recipe.clip / (norms + 1e-6)).clamp(max=1)
+        rates = self._rates * self.recipe.lr_factor(number)
         for stack, gradient in zip(self.stacks.values(), gradients, strict=True):
             alive = stack.rows(self.alive)
             # A stopped setting's gradient may be NaN, and NaN times zero is NaN: choose, do not multiply.
-            gradient = torch.where(alive, gradient * stack.rows(shares / count), 0.0)  # noqa: PLW2901
+            gradient = torch.where(alive, gradient * stack.rows(clip_coefficients / count), 0.0)  # noqa: PLW2901
             rate, decay = torch.where(alive, stack.rows(rates), 0.0), stack.rows(self._decays)
             if self.recipe.optimiser == "sgd":
-                stack.first.mul_(self.recipe.momentum).add_(gradient + decay * stack.values)
-                stack.values.sub_(rate * stack.first)
+                stack.exp_avg.mul_(self.recipe.momentum).add_(gradient + decay * stack.values)
+                stack.values.sub_(rate * stack.exp_avg)
             else:
                 b1, b2, eps = _ADAM
-                stack.first.lerp_(gradient, 1 - b1)
-                stack.second.lerp_(gradient.square(), 1 - b2)
-                size = stack.first / (1 - b1 ** (number + 1))
-                spread = (stack.second / (1 - b2 ** (number + 1))).sqrt() + eps
+                stack.exp_avg.lerp_(gradient, 1 - b1)
+                stack.exp_avg_sq.lerp_(gradient.square(), 1 - b2)
+                size = stack.exp_avg / (1 - b1 ** (number + 1))
+                spread = (stack.exp_avg_sq / (1 - b2 ** (number + 1))).sqrt() + eps
                 stack.values.mul_(1 - rate * decay).sub_(rate * size / spread)
             stack.values.grad = None
         return diverged
@@ -205,9 +206,9 @@ class Sweep(ABC):
         """Everything that later steps depend on, by name. The names are part of the checkpoint format."""
         state: dict[str, Tensor] = {}
         for name, stack in self.stacks.items():
-            state |= {name: stack.values, f"{name}.first": stack.first}
+            state |= {name: stack.values, f"{name}.first": stack.exp_avg}
             if self.recipe.optimiser == "adamw":
-                state[f"{name}.second"] = stack.second
+                state[f"{name}.second"] = stack.exp_avg_sq
             if stack.best is not None:
                 state[f"{name}.kept"] = stack.best
         return state

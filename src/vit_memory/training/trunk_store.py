@@ -21,7 +21,7 @@ from vit_memory.atomic import write_atomic
 from vit_memory.backbone import Backbone
 from vit_memory.buffers import ThreadBuffers
 from vit_memory.data.loading import Loader
-from vit_memory.data.transforms import Training, view_size
+from vit_memory.data.transforms import EvalTransform, TrainTransform, view_size
 from vit_memory.outputs import Original
 from vit_memory.parallel import ChunkThreads
 from vit_memory.training.batch_plan import PlannedBatch
@@ -33,6 +33,7 @@ from vit_memory.training.stores import lock_stores, make_space
 from vit_memory.training.trunk_shape import TrunkShape, even_slices
 from vit_memory.trunk import PooledTrunk, run_trunk
 
+_TRANSFORM_WORDS = {EvalTransform: "Evaluation", TrainTransform: "Training"}  # in keys, which must not change
 _FLUSH_EVERY_S = 5.0  # flushing after each batch would cost as much time as computing it
 _COMPUTED_AT_ONCE = 16  # images per thread: the same on every machine, as the last bits depend on it
 _GATHERED_AT_ONCE = 16  # rows of a block that are gathered before they are cast: they stay in the processor's cache
@@ -65,10 +66,10 @@ class TrunkStore:
             "backbone": self.backbone.fingerprint,
             "computed_in": str(self.backbone.dtype),
             "kept_in": str(self.dtype),
-            "transform": [type(self.loader.transform).__name__, asdict(self.loader.transform)],
+            "transform": [_TRANSFORM_WORDS[type(self.loader.transform)], asdict(self.loader.transform)],
             "images": hashlib.sha256(b"".join(self.loader.split.digests)).hexdigest(),
             "places": self.indices if len(self.indices) < len(self.loader.split) else "all",
-            "views": [self.views, self.seed if isinstance(self.loader.transform, Training) else 0],
+            "views": [self.views, self.seed if isinstance(self.loader.transform, TrainTransform) else 0],
             "group": [self.loader.batch_size, _COMPUTED_AT_ONCE],
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

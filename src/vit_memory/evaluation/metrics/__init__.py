@@ -7,7 +7,8 @@ regression     MAE, RMSE and R² per value
 A target that is NaN is unknown and left out.
 
 To add a metric: one field or property of the scores of its kind, in `single_label`, `multi_label` or `regression`, its
-key in `as_json` of the same class, and a line in `vit_memory.cli.score_pages`, which prints it.
+key in `as_json` of the same class, a line in `vit_memory.cli.score_pages`, which prints it, and a line in the module of
+its kind in `vit_memory.report`, which shows it.
 """
 
 from torch import Tensor

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit_memory.average_precision import average_precision
 from vit_memory.evaluation.metrics.intervals import Interval, bootstrap_interval, finite_or_none
 from vit_memory.predictions import DEFAULT_THRESHOLD
-from vit_memory.ranking import average_precision
 
 
 @dataclass(frozen=True, slots=True, eq=False)

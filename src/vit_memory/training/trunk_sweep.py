@@ -13,9 +13,9 @@ from torch import Tensor
 from vit_memory.buffers import ThreadBuffers
 from vit_memory.errors import TrainingError
 from vit_memory.reading import Memory, Readers, lay_out, place_cells, project_cells, read
-from vit_memory.task import COMPOSABLE
+from vit_memory.regimes import COMPOSABLE
+from vit_memory.training.frozen_linear import PooledLinear
 from vit_memory.training.memory_sweep import MemorySweep
-from vit_memory.training.products import Products
 from vit_memory.training.sweep import Encoding, Stack
 from vit_memory.trunk import Trunk, run_trunk
 
@@ -28,7 +28,7 @@ class _DetachedReaders:
     pairs: tuple[tuple[Tensor, Tensor], ...]  # a tensor with a graph to the parameters, and its detached leaf
 
 
-class MaskedSweep(MemorySweep):
+class TrunkSweep(MemorySweep):
     """Settings of `head`, `class` and `memory`, which extend the same frozen parents."""
 
     storable = True
@@ -93,7 +93,7 @@ class MaskedSweep(MemorySweep):
         features = encoding.original.feature.expand(len(self.settings), -1, -1)  # (T, B, D), what `head` settings read
         if self.with_token:
             readers = self._detached_readers().readers
-            run = Products(self._buffers.pool)
+            run = PooledLinear(self._buffers.pool)
             read_out = read(self.backbone.roles, readers, encoding, run=run)[:, self._positions]  # (B, R, D)
             if len(self.with_token) == len(self.settings):
                 features = read_out.transpose(0, 1)

@@ -11,7 +11,7 @@ from vit_memory.buffers import BufferPool
 from vit_memory.trunk import call
 
 
-class Products:
+class PooledLinear:
     """Applies modules to the tokens of one chunk. Its graph is valid until the next chunk uses the same pool."""
 
     def __init__(self, pool: BufferPool) -> None:
@@ -23,7 +23,7 @@ class Products:
         # A subclass of Linear may compute anything, and trained weights need more than this gradient.
         if type(module) is not nn.Linear or module.weight.requires_grad or not torch.is_grad_enabled():
             return call(module, x)
-        out: Tensor = _Frozen.apply(x, self._product(module, x), module.weight)  # type: ignore[no-untyped-call]
+        out: Tensor = _FrozenLinear.apply(x, self._product(module, x), module.weight)  # type: ignore[no-untyped-call]
         return out
 
     @torch.no_grad()
@@ -39,7 +39,7 @@ class Products:
         return product.view(*x.shape[:-1], -1)
 
 
-class _Frozen(torch.autograd.Function):
+class _FrozenLinear(torch.autograd.Function):
     """Adds the gradient of a product that is already computed."""
 
     @staticmethod

@@ -8,7 +8,7 @@ import torch
 from vit_memory.backbone import Backbone
 from vit_memory.data.loading import BadImages, Loader
 from vit_memory.data.splits import Split, why_empty
-from vit_memory.data.transforms import Evaluation, Training
+from vit_memory.data.transforms import EvalTransform, TrainTransform
 from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
 from vit_memory.model import check_trained_on
@@ -110,10 +110,10 @@ def _loaders(
     train: Split, validation: Split, preprocessing: Preprocessing, recipe: Recipe, options: TrainingOptions
 ) -> Loaders:
     """Both collect bad images in the same list."""
-    augmented = Training(preprocessing, augment=recipe.augment, flip=recipe.flip, area=recipe.area)
+    augmented = TrainTransform(preprocessing, augment=recipe.augment, flip=recipe.flip, area=recipe.area)
     bad = BadImages()
     workers, on_bad_image = options.workers, options.on_bad_image
     return Loaders(
         Loader(train, augmented, LOADER_BATCH, workers, on_bad_image, bad),
-        Loader(validation, Evaluation(preprocessing), LOADER_BATCH, workers, on_bad_image, bad),
+        Loader(validation, EvalTransform(preprocessing), LOADER_BATCH, workers, on_bad_image, bad),
     )
