@@ -47,7 +47,7 @@ def predict(
         typer.echo(_csv_row(["image", *(title for task in tasks for title in _csv_titles(task)), "error"]))
     line = _line_writer(output, tasks)
     single_file = len(images) == 1 and images[0].is_file()
-    any_good = False
+    count = good = 0
     for prediction in inference.predict(
         opened,
         inference.image_files(images),
@@ -56,9 +56,12 @@ def predict(
         workers=0 if single_file else compute.loader_processes,
         threads=compute.threads,
     ):
-        any_good |= prediction.error is None
+        count += 1
+        good += prediction.error is None
         typer.echo(line(prediction))
-    if not any_good:
+    if not count:
+        typer.echo(f"no images in {', '.join(map(str, images))}.", err=True)
+    if not good:
         raise typer.Exit(1)
 
 
