@@ -41,5 +41,5 @@ def test_a_task_without_a_class_token_has_nothing_to_explain():
     model = MemoryViT(backbone, graph_shapes(backbone)["mixed"])
     with pytest.raises(TaskError, match="task 'plain' is of regime 'head': it has no class token of its own"):
         model.explain(images(1), "plain")
-    with pytest.raises(TaskError, match="explain looks at one image, 2 given"):
+    with pytest.raises(TaskError, match="explain takes one image, 2 given"):
         model.explain(images(2), "fine")

@@ -433,9 +433,9 @@ def command(place, *words):
 )
 def test_several_labels_per_image_from_every_layout(place, tmp_path, table, columns):
     data = place / table
-    said = command(place, "train", data, "--name", "tint", "--out", tmp_path / "run", *QUICK, *columns)
-    assert "kind: multi-label" in said.output
-    assert "validation mAP" in said.output
+    result = command(place, "train", data, "--name", "tint", "--out", tmp_path / "run", *QUICK, *columns)
+    assert "kind: multi-label" in result.output
+    assert "validation mAP" in result.output
     file = tmp_path / "run/tint.safetensors"
     task = load_task(file)
     assert (task.kind, set(task.labels)) == ("multi-label", set(LABELS))
@@ -456,8 +456,8 @@ def test_numbers_per_image_are_answered_in_their_units_beside_other_kinds(place,
     command(place, "train", place / "cells.csv", "--name", "tint", "--out", tmp_path / "tint", *QUICK)
     parent = tmp_path / "tint/tint.safetensors"
     out = ("--out", tmp_path / "run")
-    said = command(place, "train", data, "--name", "level", *out, "--extends", parent, *QUICK, *columns)
-    assert "kind: regression (the columns level, double contain numbers)" in said.output
+    result = command(place, "train", data, "--name", "level", *out, "--extends", parent, *QUICK, *columns)
+    assert "kind: regression (the columns level, double contain numbers)" in result.output
     file = tmp_path / "run/level.safetensors"
     assert load_task(file).target_scale is not None
     folder = tmp_path / "zoo"
@@ -505,16 +505,16 @@ def test_every_task_of_a_bundle_is_scored_with_the_columns_it_was_trained_with(p
 
 
 def test_kinds_are_told_by_the_cells_and_can_be_said(place, tmp_path):
-    said = json.loads(command(place, "data", place / "value.csv", "--label-column", "level", "--json").stdout)
-    assert (said["kind"], said["labels"]) == ("regression", ["level"])
-    assert said["values"]["level"]["min"] < said["values"]["level"]["max"]
+    result = json.loads(command(place, "data", place / "value.csv", "--label-column", "level", "--json").stdout)
+    assert (result["kind"], result["labels"]) == ("regression", ["level"])
+    assert result["values"]["level"]["min"] < result["values"]["level"]["max"]
     table = tmp_path / "t.csv"
     table.write_text("file,label\n" + "".join(f"{place / f'{i}.png'},{i % 3}\n" for i in range(30)))
     assert json.loads(command(place, "data", table, "--json").stdout)["kind"] == "single-label"  # class numbers
     assert json.loads(command(place, "data", table, "--kind", "regression", "--json").stdout)["kind"] == "regression"
     table.write_text(table.read_text().replace(",0\n", ",\n"))
-    said = json.loads(command(place, "data", table, "--kind", "regression", "--json").stdout)
-    assert sum(split["unknown"] for split in said["splits"].values()) == 10
+    result = json.loads(command(place, "data", table, "--kind", "regression", "--json").stdout)
+    assert sum(split["unknown"] for split in result["splits"].values()) == 10
     wrong = CliRunner().invoke(app, ["data", str(place / "cells.csv"), "--kind", "regression"])
     assert "label cells cannot be used. line 2: label is" in str(wrong.exception)
 
@@ -539,8 +539,8 @@ def test_a_label_that_was_never_learned_is_never_reported(place, tmp_path):
     table.write_text("\n".join([rows[0] + ",unknown", *lines]) + "\n")
     columns = ("--label-column", "red,green,blue,unknown")
     command(place, "train", table, "--name", "tint", "--out", tmp_path / "run", *QUICK, *columns)
-    said = command(place, "predict", place, "--bundle", tmp_path / "run/tint.safetensors", "--format", "jsonl").stdout
-    answers = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    result = command(place, "predict", place, "--bundle", tmp_path / "run/tint.safetensors", "--format", "jsonl").stdout
+    answers = [json.loads(line) for line in result.splitlines() if line.startswith("{")]
     assert len(answers) == 60
     assert "unknown" not in {one["label"] for answer in answers for one in answer["tasks"]["tint"]["labels"]}
 

@@ -159,13 +159,13 @@ def test_without_a_test_split_the_report_says_that_its_images_chose_the_setting(
     write_folder(place / "photos/val", pictures(2, seed=1))
     (place / "photos/train/ant/broken.png").write_bytes(b"no picture")
     words = ("--regime", "head", "--on-bad-image", "skip", *QUICK)
-    said = train(place, "birds", tmp_path / "run", *words, data="photos")
+    result = train(place, "birds", tmp_path / "run", *words, data="photos")
     page = Page(tmp_path / "run/report.html")
     assert "There is no test split" in page.text
     assert "The same images also chose the setting" in page.text
     assert "regime head has no class token" in page.text
     assert "broken.png" in page.text[page.text.index("Images left out") :]
-    assert "report.html: validation accuracy" in said.stdout
+    assert "report.html: validation accuracy" in result.stdout
 
 
 def test_the_report_can_be_left_out(place, tmp_path):

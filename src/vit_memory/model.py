@@ -129,14 +129,14 @@ class MemoryViT(nn.Module):
 
     @torch.no_grad()
     def explain(self, image: Tensor, task: str) -> Explanation:
-        """Where the task's class token looked in one image (C, height, width) or (1, C, height, width)."""
+        """Attention of the task's class token on one image (C, height, width) or (1, C, height, width)."""
         snapshot = self._snapshot
         graph = snapshot.graph
         if graph[task].class_token is None:
-            raise TaskError(f"task {task!r} is of regime 'head': it has no class token of its own that could look.")
+            raise TaskError(f"task {task!r} is of regime 'head': it has no class token of its own.")
         images = self.backbone.check_images(image[None] if image.dim() == 3 else image)
         if len(images) != 1:
-            raise TaskError(f"explain looks at one image, {len(images)} given.")
+            raise TaskError(f"explain takes one image, {len(images)} given.")
         readers = self._select((task,), snapshot).readers
         assert readers is not None  # a task with a class token has a reader
         weights: list[AttentionWeights] = []

@@ -41,8 +41,8 @@ def train(photos, backbone, out, *more, name="birds"):
 
 
 def test_a_folder_of_images_becomes_a_task_file_that_answers(photos, backbone, tmp_path):
-    said = train(photos, backbone, tmp_path / "run", "--memory", "0,2", "--lr", "0.05,0.2", "--regime", "head,memory")
-    assert said.exit_code == 0, said.output
+    result = train(photos, backbone, tmp_path / "run", "--memory", "0,2", "--lr", "0.05,0.2", "--regime", "head,memory")
+    assert result.exit_code == 0, result.output
     names = {path.name for path in (tmp_path / "run").iterdir()}
     drawn = {"curves.png", "tensorboard", "report.html"}
     assert names == drawn | {"config.json", "log.jsonl", "settings.json", "checkpoint.safetensors", "birds.safetensors"}
@@ -56,15 +56,15 @@ def test_a_folder_of_images_becomes_a_task_file_that_answers(photos, backbone, t
     assert task.record.recipe["data"]["splits"]["test"]["images"] == 6
     loaded = load_backbone(backbone)
     assert MemoryViT(loaded, [task])(torch.zeros(2, 3, 32, 32))["birds"].shape == (2, 3)
-    assert "2 cells, rate 0.2" in said.output
+    assert "2 cells, rate 0.2" in result.output
 
 
 def test_a_task_extends_another_and_brings_the_ancestors_it_finds_beside_it(photos, backbone, tmp_path):
     files = tmp_path / "tasks"
     for name, extends in (("one", ()), ("two", ("one",)), ("three", ("two",))):
         more = [word for parent in extends for word in ("--extends", str(files / f"{parent}.safetensors"))]
-        said = train(photos, backbone, tmp_path / name, "--lr", "0.1", *more, name=name)
-        assert said.exit_code == 0, (said.output, said.exception)
+        result = train(photos, backbone, tmp_path / name, "--lr", "0.1", *more, name=name)
+        assert result.exit_code == 0, (result.output, result.exception)
         files.mkdir(exist_ok=True)
         (files / f"{name}.safetensors").write_bytes((tmp_path / name / f"{name}.safetensors").read_bytes())
     three = load_task(files / "three.safetensors")
@@ -102,14 +102,14 @@ def stopped_after(steps, monkeypatch):
 def test_a_disk_store_serves_a_second_training_and_its_resumption(photos, backbone, tmp_path, monkeypatch):
     more = ["--cache", "disk", "--cache-dir", str(tmp_path / "store")]
     for name in ("first", "second"):
-        said = train(photos, backbone, tmp_path / name, *more, name=name)
-        assert said.exit_code == 0, (said.output, said.exception)
+        result = train(photos, backbone, tmp_path / name, *more, name=name)
+        assert result.exit_code == 0, (result.output, result.exception)
     with monkeypatch.context() as patch:
         stopped_after(3, patch)
         assert train(photos, backbone, tmp_path / "third", *more, name="third").exit_code == 130
     for name in ("second", "third"):  # one has ended, the other has not
-        said = train(photos, backbone, tmp_path / name, *more, "--resume", name=name)
-        assert said.exit_code == 0, (said.output, said.exception)
+        result = train(photos, backbone, tmp_path / name, *more, "--resume", name=name)
+        assert result.exit_code == 0, (result.output, result.exception)
     tasks = [load_task(tmp_path / name / f"{name}.safetensors") for name in ("first", "second", "third")]
     assert len({task.digest for task in tasks}) == 1
     assert (
@@ -129,12 +129,12 @@ def test_a_log_whose_last_line_was_cut_off_does_not_keep_a_run_from_ending(
     options = ["--lr", "0.1", "--cache", "off"]
     with monkeypatch.context() as patch:
         stopped_after(3, patch)
-        said = train(photos, backbone, run, *options)
-        assert said.exit_code == 130, (said.output, said.exception)
+        result = train(photos, backbone, run, *options)
+        assert result.exit_code == 130, (result.output, result.exception)
     with (run / "log.jsonl").open("ab") as file:
         file.write(torn)
-    said = train(photos, backbone, run, *options, "--resume")
-    assert said.exit_code == 0, (said.output, said.exception)
+    result = train(photos, backbone, run, *options, "--resume")
+    assert result.exit_code == 0, (result.output, result.exception)
     first, cut_off, last, end = (run / "log.jsonl").read_bytes().split(b"\n")
     assert [json.loads(line)["step"] for line in (first, last)] == [2, 4]
     assert (cut_off, end) == (torn, b"")
@@ -166,9 +166,9 @@ def test_a_dataset_too_small_to_split_is_told_and_refused_with_what_to_do(backbo
     ],
 )
 def test_a_wrong_option_is_refused_at_once(photos, backbone, tmp_path, option, value, message):
-    said = train(photos, backbone, tmp_path / "run", option, value)
-    assert said.exit_code == 2
-    assert message in said.output
+    result = train(photos, backbone, tmp_path / "run", option, value)
+    assert result.exit_code == 2
+    assert message in result.output
     assert not (tmp_path / "run").exists()
 
 
@@ -191,18 +191,18 @@ def test_bad_images_are_left_out_when_asked_and_reported_in_the_run(photos, back
         (tmp_path / f"photos/ant/bad{i}.jpg").write_bytes(b"%d" % i)
     assert "--on-bad-image skip" in str(train(photos, backbone, tmp_path / "a").exception)
     # Batches of one: some of them hold nothing but a bad image.
-    said = train(
+    result = train(
         photos, backbone, tmp_path / "b", "--on-bad-image", "skip", "--lr", "0.1", "--batch", "1", "--steps", "30"
     )
-    assert said.exit_code == 0, said.output
+    assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "b/log.jsonl").read_text().splitlines()[-1])["step"] == 30
     assert (tmp_path / "b/bad-images.tsv").read_text().count("not an image of a known format") >= 8
 
 
 @pytest.mark.parametrize("regime", ["memory-unmasked", "full"])
 def test_a_regime_that_stands_alone_is_trained_and_evaluated_like_any(photos, backbone, tmp_path, regime):
-    said = train(photos, backbone, tmp_path / "run", "--regime", regime, "--lr", "0.01")
-    assert said.exit_code == 0, (said.output, said.exception)
+    result = train(photos, backbone, tmp_path / "run", "--regime", regime, "--lr", "0.01")
+    assert result.exit_code == 0, (result.output, result.exception)
     file = tmp_path / "run/birds.safetensors"
     assert (tmp_path / "run/birds.backbone.safetensors").exists() == (regime == "full")
     words = ["evaluate", str(file), "--data", photos, "--split", "validation", "--json"]

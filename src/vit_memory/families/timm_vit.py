@@ -190,10 +190,10 @@ class TimmViT:
     def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:
         """The library's own forward, which our passes must equal."""
         timm_model: Any = model
-        said = {"tokens": timm_model.forward_features(images)}
+        outputs = {"tokens": timm_model.forward_features(images)}
         if not isinstance(timm_model.head, nn.Identity):
-            said["logits"] = model(images)
-        return said
+            outputs["logits"] = model(images)
+        return outputs
 
     def tiny_models(self) -> Mapping[str, Callable[[], nn.Module]]:
         """Small random models of the variants the pretrained ones come in."""

@@ -56,13 +56,13 @@ class Gated(nn.Module):
 def find(module: nn.Module, path: str) -> Any:
     """The first of the alternatives in `path` ('a.b|c') that `module` has; an UnsupportedFamily names all of them."""
     for alternative in path.split("|"):
-        found: Any = module
+        part: Any = module
         for name in alternative.split("."):
-            found = getattr(found, name, None)
-            if found is None:
+            part = getattr(part, name, None)
+            if part is None:
                 break
-        if found is not None:
-            return found
+        if part is not None:
+            return part
     raise UnsupportedFamily(
         f"{type(module).__module__}.{type(module).__qualname__} has none of: {path.replace('|', ', ')}. "
         f"This release of transformers may have renamed it; the layouts of 4.56 and later are known."

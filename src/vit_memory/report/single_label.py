@@ -159,8 +159,8 @@ def _caption(evaluated: Evaluated, i: int, answer: int, confidence: float) -> Ma
     labels, target = evaluated.task.labels, int(evaluated.targets[i])
     if answer == target:
         return join([Markup('<span class="yes">✓</span> '), bold(labels[answer]), f" {100 * confidence:.0f}\u00a0%"])
-    said = join([Markup('<span class="no">✗</span> '), bold(labels[answer]), f" {100 * confidence:.0f}\u00a0%"])
-    return join([said, Markup("<br>"), f"expected {labels[target]}"])
+    predicted = join([Markup('<span class="no">✗</span> '), bold(labels[answer]), f" {100 * confidence:.0f}\u00a0%"])
+    return join([predicted, Markup("<br>"), f"expected {labels[target]}"])
 
 
 def _figures(

@@ -1,4 +1,4 @@
-"""The look of every chart: colours, ticks and fonts, and figures as PNG or inline SVG.
+"""The style of every chart: colours, ticks and fonts, and figures as PNG or inline SVG.
 
 Figures are made without pyplot and without changing matplotlib's settings, so threads can draw at the same time and a
 user's own plots are left alone. matplotlib is imported when the first figure is made.

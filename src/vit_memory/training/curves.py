@@ -128,16 +128,16 @@ def draw_panel(axes: "Axes", curves: Sequence[Curve], metric: str | None) -> Non
     lines = [_scaled(curve.losses if metric is None else curve.scores, 100 if percent else 1) for curve in curves]
     _set_limits(axes, curves, lines, metric)
     top = axes.get_ylim()[1]
-    for curve, line, look in zip(curves, lines, _line_styles(curves), strict=True):
+    for curve, line, style in zip(curves, lines, _line_styles(curves), strict=True):
         if not line:
             continue
         steps, values = [step for step, _ in line], [value for _, value in line]
         if curve.stopped_at is not None:
             values = [min(value, top) for value in values]
             cross: dict[str, Any] = {"markersize": 8, "markeredgewidth": 2, "clip_on": False, "zorder": 5}
-            axes.plot(steps[-1], values[-1], "x", color=look["color"], **cross)
+            axes.plot(steps[-1], values[-1], "x", color=style["color"], **cross)
         marker = "o" if len(line) <= 12 else ""
-        axes.plot(steps, values, marker=marker, markersize=4.6 if curve.best else 3.2, **look)
+        axes.plot(steps, values, marker=marker, markersize=4.6 if curve.best else 3.2, **style)
     _name_lines(axes, curves, lines)
 
 
