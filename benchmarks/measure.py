@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from vit_memory.atomic import write_atomic
+
 Work = Callable[[], object]
 
 
@@ -67,24 +69,30 @@ def write(path: Path, rows: Sequence[dict[str, object]], **notes: object) -> Non
         },
         "versions": {"python": platform.python_version(), **_versions("torch", "transformers", "timm", "vit-memory")},
         "commit": commit(),
-        "command": " ".join(["python", "-m", "benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
+        "command": " ".join(
+            ["python", "-m", "benchmarks." + Path(sys.argv[0]).stem, *map(_without_folder, sys.argv[1:])]
+        ),
         **notes,
         "rows": list(rows),
     }
     text = json.dumps(record, indent=2, allow_nan=False)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_atomic(path, [text.encode(), b"\n"])
+
+
+def _command() -> str:
+    """The command, with absolute paths cut to their names: folders say something of the machine only."""
+    arguments = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *arguments])
 
 
 def _versions(*packages: str) -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in packages:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _processor() -> str:
