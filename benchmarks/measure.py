@@ -69,9 +69,7 @@ def write(path: Path, rows: Sequence[dict[str, object]], **notes: object) -> Non
         },
         "versions": {"python": platform.python_version(), **_versions("torch", "transformers", "timm", "vit-memory")},
         "commit": commit(),
-        "command": " ".join(
-            ["python", "-m", "benchmarks." + Path(sys.argv[0]).stem, *map(_without_folder, sys.argv[1:])]
-        ),
+        "command": _command(),
         **notes,
         "rows": list(rows),
     }

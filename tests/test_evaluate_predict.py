@@ -150,7 +150,8 @@ def test_only_bad_images_is_exit_code_1_and_a_missing_path_2(root, tmp_path):
     assert "bad.jpg  error: not an image" in result.output
     (tmp_path / "empty").mkdir()
     result = CliRunner().invoke(app, ["predict", str(tmp_path / "empty"), "--bundle", str(root / "kinds.safetensors")])
-    assert (result.exit_code, result.stderr) == (1, f"no images in {tmp_path / 'empty'}.\n")
+    assert result.exit_code == 1
+    assert result.stderr.endswith(f"no images in {tmp_path / 'empty'}.\n")
     assert CliRunner().invoke(app, ["predict", str(tmp_path / "x"), "--bundle", str(root / "zoo")]).exit_code == 2
 
 

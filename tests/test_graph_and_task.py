@@ -60,7 +60,7 @@ def test_a_task_cannot_be_built_wrong(change, message):
 
 
 def test_a_negative_memory_size_is_refused():
-    with pytest.raises(TaskError, match="memory size -1; it is the number of cells per block, 0 or more"):
+    with pytest.raises(TaskError, match="-1 memory cells; expected 0 or more per block"):
         new_task(tiny_backbone(), "task", ["a"], cells=-1)
     with pytest.raises(TaskError, match="regime 'head' has no memory cells, 3 asked for"):
         new_task(tiny_backbone(), "task", ["a"], cells=3, regime="head")
@@ -78,7 +78,7 @@ def test_graphs_refuse_what_does_not_go_together():
     for regime in ("memory-unmasked", "propagated", "additive"):
         with pytest.raises(GraphError, match=f"regime '{regime}' and cannot be put beside others: its"):
             TaskGraph([replace(a, regime=regime)])
-    with pytest.raises(GraphError, match=r"regime 'full' .* weights of its own"):
+    with pytest.raises(GraphError, match=r"regime 'full' .* its own weights"):
         TaskGraph([new_task(backbone, "whole", ["x"], regime="full")])
 
 

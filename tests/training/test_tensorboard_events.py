@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vit_memory.cli import app
-from vit_memory.training import events
+from vit_memory.training import tensorboard_events as events
 
 CURVES = {"loss": [(2, 1.5), (4, 0.75)], "validation accuracy": [(2, 0.5), (4, 0.625)]}
 
