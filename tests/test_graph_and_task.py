@@ -62,7 +62,7 @@ def test_a_task_cannot_be_built_wrong(change, message):
 def test_a_negative_memory_size_is_refused():
     with pytest.raises(TaskError, match="-1 memory cells; expected 0 or more per block"):
         new_task(tiny_backbone(), "task", ["a"], cells=-1)
-    with pytest.raises(TaskError, match="regime 'head' has no memory cells, 3 asked for"):
+    with pytest.raises(TaskError, match="regime 'head' has no memory cells, 3 given"):
         new_task(tiny_backbone(), "task", ["a"], cells=3, regime="head")
 
 
