@@ -1,0 +1,89 @@
+"""Scores, thresholds and predictions of every kind, compared with scikit-learn."""
+
+import math
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from sklearn import metrics as sklearn
+
+from builders import tiny_backbone, trained
+from vit_memory.average_precision import average_precision, best_thresholds
+from vit_memory.evaluation.metrics.multi_label import score_multi_label
+from vit_memory.evaluation.metrics.regression import score_regression
+from vit_memory.evaluation.metrics.single_label import score_single_label
+from vit_memory.predictions import predictions
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(2, 40), labels=st.integers(1, 5), seed=st.integers(0, 1000), ties=st.booleans())
+def test_multi_label_scores_are_those_of_scikit_learn(n, labels, seed, ties):
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(n, labels))
+    logits = np.round(logits) if ties else logits
+    truth = (rng.random((n, labels)) < 0.4).astype(np.float64)
+    found = score_multi_label(torch.from_numpy(logits), torch.from_numpy(truth), [str(i) for i in range(labels)])
+    answered = (logits >= 0).astype(int)
+    shown = truth.any(0)
+    if shown.any():
+        precisions = [sklearn.average_precision_score(truth[:, i], logits[:, i]) for i in np.flatnonzero(shown)]
+        assert found.mean_average_precision == pytest.approx(np.mean(precisions))
+        assert found.macro_f1 == pytest.approx(
+            np.mean([sklearn.f1_score(truth[:, i], answered[:, i], zero_division=0) for i in np.flatnonzero(shown)])
+        )
+    assert found.subset_accuracy == pytest.approx((truth == answered).all(1).mean())
+    for i, one in enumerate(found.per_label.values()):
+        assert one.images == truth[:, i].sum()
+        assert (one.average_precision is None) == (not shown[i])
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 30), seed=st.integers(0, 1000))
+def test_thresholds_reach_the_best_f1_there_is(n, seed):
+    rng = np.random.default_rng(seed)
+    scores = np.round(rng.random((n, 1)), 1)
+    truth = (rng.random((n, 1)) < 0.5).astype(np.float64)
+    threshold = float(best_thresholds(torch.from_numpy(scores), torch.from_numpy(truth))[0])
+    if not truth.any():
+        assert threshold == 0.5
+        return
+    candidates = [sklearn.f1_score(truth[:, 0], scores[:, 0] >= cut, zero_division=0) for cut in np.unique(scores)]
+    assert sklearn.f1_score(truth[:, 0], scores[:, 0] >= threshold) == pytest.approx(max(candidates))
+    assert average_precision(torch.from_numpy(scores), torch.from_numpy(truth))[0] <= 1 + 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(2, 40), seed=st.integers(0, 1000))
+def test_regression_scores_are_those_of_scikit_learn_and_their_intervals_hold_them(n, seed):
+    rng = np.random.default_rng(seed)
+    truth = rng.normal(100, 5, (n, 2))
+    answers = truth + rng.normal(0, 2, (n, 2))
+    found = score_regression(torch.from_numpy(answers), torch.from_numpy(truth), ["a", "b"])
+    for i, one in enumerate(found.per_value.values()):
+        assert one.mae == pytest.approx(sklearn.mean_absolute_error(truth[:, i], answers[:, i]))
+        assert one.rmse == pytest.approx(math.sqrt(sklearn.mean_squared_error(truth[:, i], answers[:, i])))
+        assert one.r2 == pytest.approx(sklearn.r2_score(truth[:, i], answers[:, i]))
+        assert one.mae_interval[0] <= one.mae_interval[1]
+
+
+def test_macro_f1_and_balanced_accuracy_stand_beside_accuracy():
+    logits = torch.tensor([[2.0, 0, 0]] * 8 + [[0, 2.0, 0]] * 2)
+    truth = torch.tensor([0] * 7 + [1] * 3)
+    found = score_single_label(logits, truth, "abc")
+    assert found.balanced_accuracy == pytest.approx(sklearn.balanced_accuracy_score(truth, logits.argmax(1)))
+    assert found.macro_f1 == pytest.approx(sklearn.f1_score(truth, logits.argmax(1), average="macro"))
+
+
+def test_predictions_say_what_is_present_or_how_much():
+    backbone = tiny_backbone()
+    several = replace(trained(backbone, "several", kind="multi-label"), thresholds=(0.9, 0.2, 0.5))
+    (found,) = predictions(several, torch.tensor([[1.0, 0.0, 2.0]]))
+    assert list(found.present) == ["c", "b"]
+    assert found.as_json()["labels"][0]["probability"] == pytest.approx(0.880797)
+    values = trained(backbone, "much", labels=["height"], kind="regression")
+    (found,) = predictions(values, torch.tensor([[1.25]]))
+    assert found.as_json() == {"values": {"height": 1.25}}
+    assert "height 1.25" in found.text()
