@@ -8,6 +8,7 @@ from torch import nn
 
 from builders import graph_shapes, images, library_model, tiny_backbone, trained, variant_params
 from vit_memory import MemoryViT, load_backbone
+from vit_memory.joining import PassShape, same_bits_when_joined
 
 SHAPES = ["none", "one", "concatenation", "chain", "diamond", "mixed"]
 
@@ -121,3 +122,19 @@ def test_products_that_change_bits_when_joined_are_made_apart():
     first = backbone.roles.blocks[0]
     assert first.mlp[-1] not in joined
     assert first.norm1 in joined  # the plan is per product: one that splits does not split the others
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.ReLU()])
+@pytest.mark.parametrize(("originals", "readers", "width"), [(17, 6, 48), (5, 1, 7), (31, 2, 64), (3, 3, 33)])
+def test_an_activation_that_may_be_joined_gives_the_same_bits_for_any_values(activation, originals, readers, width):
+    """What does not fill a vector is computed by the scalar function, which differs in the last bit for some values."""
+    shape = PassShape(3, originals, readers, torch.float32, torch.device("cpu"), torch.get_num_threads())
+    if same_bits_when_joined(activation, width, shape):
+        rows = torch.randn(300, 3 * (originals + readers), width, generator=torch.Generator().manual_seed(1))
+        for one in rows:
+            assert torch.equal(activation(one)[: 3 * originals], activation(one[: 3 * originals]))
+
+
+def test_a_module_that_hides_its_activation_is_never_joined():
+    gated = nn.Sequential(nn.Linear(32, 64), nn.SiLU())
+    assert not same_bits_when_joined(gated, 32, PassShape(1, 17, 1, torch.float32, torch.device("cpu"), 1))
