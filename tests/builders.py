@@ -66,6 +66,7 @@ def trained(backbone: Backbone, name: str, *, labels: Sequence[str] = ("a", "b",
         memory=drawn(fresh.memory, 0.5),
         head_weight=drawn(fresh.head_weight, backbone.width**-0.5),
         head_bias=drawn(fresh.head_bias, 0.1),
+        reader=None if fresh.reader is None else fresh.reader.map(lambda like: drawn(like, 0.2)),
     )
 
 
@@ -88,6 +89,16 @@ def graph_shapes(backbone: Backbone) -> dict[str, list[Task]]:
             t("plain", regime="head"),
             t("coarse", cells=2, kind="multi-label"),
             t("fine", cells=7, parents=["coarse", "plain"], kind="regression"),
+        ],
+        "readers": [
+            t("cells", cells=5),
+            t("gains", regime="reader", gains=True),
+            t("low-rank", regime="reader", rank=4, parents=["cells"]),
+            t("both", regime="reader", rank=4, gains=True, cells=2, parents=["low-rank"], kind="multi-label"),
+            t("values", regime="reader", rank=2, projections=("k", "v", "o"), read_out="blocks:2", parents=["gains"]),
+            t("patches", regime="reader", rank=2, gains=True, read_out="blocks:3+patches", kind="regression"),
+            t("child", cells=1, parents=["both", "patches"]),
+            t("plain", regime="head"),
         ],
     }
 

@@ -20,22 +20,23 @@ def assert_agree(outputs, eager):
 @pytest.mark.parametrize("variant", variant_params(quick=("vit", "dinov3-vit", "timm-vit:augreg")))
 def test_export_with_a_dynamic_batch_agrees_with_eager(variant):
     backbone = tiny_backbone(variant)
-    model = MemoryViT(backbone, graph_shapes(backbone)["mixed"])
+    model = MemoryViT(backbone, [*graph_shapes(backbone)["readers"], *graph_shapes(backbone)["mixed"][2:]])
     batch = {"images": {0: torch.export.Dim("batch", min=1, max=64)}}
     exported = torch.export.export(model, (images(2),), dynamic_shapes=batch).module()
     for size in (1, 5):
         assert_agree(exported(images(size)), model(images(size)))
 
 
-def test_compile_as_one_graph_agrees_with_eager():
+@pytest.mark.parametrize("tasks", ["chain", "readers"])
+def test_compile_as_one_graph_agrees_with_eager(tasks):
     torch._dynamo.reset()
     backbone = tiny_backbone()
-    model = MemoryViT(backbone, graph_shapes(backbone)["chain"])
+    model = MemoryViT(backbone, graph_shapes(backbone)[tasks])
     assert_agree(torch.compile(model, fullgraph=True)(images()), model(images()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tasks", ["none", "diamond", "mixed"])
+@pytest.mark.parametrize("tasks", ["none", "diamond", "mixed", "readers"])
 def test_compile_takes_any_graph_and_any_batch(tasks):
     torch._dynamo.reset()
     backbone = tiny_backbone()
@@ -50,7 +51,7 @@ def test_compile_takes_any_graph_and_any_batch(tasks):
 def test_every_family_compiles_as_one_graph(variant):
     torch._dynamo.reset()
     backbone = tiny_backbone(variant)
-    model = MemoryViT(backbone, graph_shapes(backbone)["mixed"])
+    model = MemoryViT(backbone, [*graph_shapes(backbone)["readers"], *graph_shapes(backbone)["mixed"][2:]])
     assert_agree(torch.compile(model, fullgraph=True, backend="aot_eager")(images(3)), model(images(3)))
 
 

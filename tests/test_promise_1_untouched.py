@@ -10,7 +10,7 @@ from builders import graph_shapes, images, library_model, tiny_backbone, trained
 from vit_memory import MemoryViT, load_backbone
 from vit_memory.joining import PassShape, same_bits_when_joined
 
-SHAPES = ["none", "one", "concatenation", "chain", "diamond", "mixed"]
+SHAPES = ["none", "one", "concatenation", "chain", "diamond", "mixed", "readers"]
 
 
 def assert_untouched(family, library, model, batch):

@@ -54,6 +54,26 @@ def test_a_broken_task_spoils_its_own_answer_and_its_descendants_and_no_other(pa
             assert torch.equal(outputs[name], sound[name])
 
 
+@pytest.mark.parametrize("part", ["gains", "q.lora_A", "q.lora_B", "o.lora_A", "o.lora_B"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_a_broken_reader_spoils_its_own_answer_and_its_descendants_and_no_other(part, value):
+    backbone = tiny_backbone()
+    tasks = [*graph_shapes(backbone)["readers"], *graph_shapes(backbone)["concatenation"]]
+    sound = MemoryViT(backbone, tasks)(images())
+    tensor = dict({task.name: task for task in tasks}["both"].reader.tensors())[part]
+    clean = tensor.clone()
+    tensor[...] = value
+    outputs = MemoryViT(backbone, tasks)(images())
+    tensor[...] = clean
+    for name in sound:
+        if name in ("both", "child"):
+            changed = worst(outputs[name], sound[name])
+            assert math.isnan(changed) or changed > ROUNDING
+        else:
+            assert torch.equal(outputs[name], sound[name])
+    assert torch.equal(outputs.original.logits, sound.original.logits)
+
+
 def test_a_task_has_no_gradient_with_respect_to_unrelated_tasks():
     backbone = tiny_backbone()
     roles = backbone.roles
@@ -67,7 +87,7 @@ def test_a_task_has_no_gradient_with_respect_to_unrelated_tasks():
         cells = torch.cat([memory[name][i] for name in layout.names])
         blocks.append(place_cells(layout, *project_cells(roles, block, cells)))
     readers = Readers(layout, torch.stack([tokens[name] for name in layout.names]), tuple(blocks))
-    features = read(roles, readers, model.trunk(images()))
+    (features,) = read(roles, readers, model.trunk(images()))
     for name in names:
         loss = features[:, layout.names.index(name)].square().sum()
         leaves = [*tokens.values(), *memory.values()]

@@ -27,16 +27,29 @@ def test_both_passes_agree_with_the_dense_reference(variant):
                 assert worst(read[name], dense[name]) <= ROUNDING
 
 
+def readers():
+    """Any learned reader: gains, any rank of any projections, any read-out; at least one of these."""
+    projections = st.lists(st.sampled_from(["q", "k", "v", "o", "fc1", "fc2"]), min_size=1, unique=True)
+    parts = {
+        "gains": st.booleans(),
+        "rank": st.none() | st.integers(1, 9),
+        "projections": projections.map(tuple),
+        "read_out": st.sampled_from(["final", "patches", "blocks:2", "blocks:3+patches"]),
+    }
+    return st.fixed_dictionaries(parts).filter(lambda r: r["gains"] or r["rank"] or r["read_out"] != "final")
+
+
 @st.composite
 def task_lists(draw):
     """Any acyclic graph of up to seven tasks: every regime, sizes 0 to 20, any parents among the earlier ones."""
     backbone = tiny_backbone()
     tasks = []
     for i in range(draw(st.integers(1, 7))):
-        regime = draw(st.sampled_from(["memory", "class", "head"]))
-        cells = draw(st.integers(0, 20)) if regime == "memory" else None
+        regime = draw(st.sampled_from(["memory", "class", "head", "reader", "reader"]))
+        cells = draw(st.integers(0, 20)) if regime in ("memory", "reader") else None
         parents = [task.name for task in tasks if draw(st.booleans())]
-        tasks.append(trained(backbone, f"task-{i}", regime=regime, cells=cells, parents=parents))
+        reader = draw(readers()) if regime == "reader" else {}
+        tasks.append(trained(backbone, f"task-{i}", regime=regime, cells=cells, parents=parents, **reader))
     return draw(st.permutations(tasks))
 
 

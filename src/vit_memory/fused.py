@@ -12,35 +12,44 @@ from torch import Tensor, nn
 from vit_memory.families.roles import Block, Roles, Rotation
 from vit_memory.joining import JoinPlan
 from vit_memory.outputs import Original
+from vit_memory.reader_updates import with_updates
 from vit_memory.reading import Memory, ReaderGroup, Readers, attend_readers
 from vit_memory.trunk import attend_originals, call, finish_block, split_qkv
 
 
 @torch.no_grad()
-def run_fused(roles: Roles, plan: JoinPlan, readers: Readers, images: Tensor) -> tuple[Original, Tensor]:
-    """What the backbone says, and the final, normed outputs (B, T, D) of the class tokens."""
+def run_fused(roles: Roles, plan: JoinPlan, readers: Readers, images: Tensor) -> tuple[Original, tuple[Tensor, ...]]:
+    """What the backbone says, and the normed outputs of the class tokens, each (B, T, D), as `read` returns them."""
     x, rotation = roles.embed(images)
     B, N, D = x.shape
     T = readers.tokens.shape[0]
     run = _runner(plan, x, T)
     rows = torch.cat([x.reshape(B * N, D), readers.tokens.expand(B, T, D).reshape(B * T, D)])
-    for block, memory in zip(roles.blocks, readers.memory, strict=True):
+    outputs: list[Tensor] = []
+
+    def readers_of(rows: Tensor) -> Tensor:
+        return rows[B * N :].view(B, T, -1)
+
+    for i, (block, memory) in enumerate(zip(roles.blocks, readers.memory, strict=True)):
+        apply = with_updates(run, readers.updates[i], readers_of) if readers.updates else run
         rows = finish_block(
             block,
             rows,
             _attend(
                 roles,
                 block,
-                split_qkv(block, run(block.norm1, rows), run),
+                split_qkv(block, apply(block.norm1, rows), apply),
                 (B, N, T),
                 rotation,
                 readers.layout.groups,
                 memory,
             ),
-            run,
+            apply,
         )
+        if i >= len(roles.blocks) - readers.read_out:
+            outputs.append(readers_of(rows))
     original = roles.finish(rows[: B * N].unflatten(0, (B, N)))
-    return original, call(roles.final_norm, rows[B * N :].unflatten(0, (B, T)))
+    return original, tuple(call(roles.final_norm, output) for output in reversed(outputs))
 
 
 def _attend(

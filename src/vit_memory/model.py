@@ -21,11 +21,13 @@ from vit_memory.families.roles import Roles
 from vit_memory.fused import run_fused
 from vit_memory.graph import TaskGraph
 from vit_memory.joining import JoinPlan
+from vit_memory.learned_reader import LearnedReader, ReadOut
 from vit_memory.outputs import Original, Outputs
+from vit_memory.reader_updates import block_updates, group_readers
 from vit_memory.reading import AttentionWeights, ReaderLayout, Readers, lay_out, place_cells, project_cells, read
 from vit_memory.regimes import REGIMES
 from vit_memory.task import Task, head_output
-from vit_memory.trunk import Trunk, run_trunk
+from vit_memory.trunk import Trunk, patch_mean, run_trunk
 
 _CACHED_SELECTIONS = 32  # task selections whose gathered memory is kept; requests tend to repeat a few
 
@@ -40,6 +42,8 @@ class _PreparedTask:
     head_weight: Tensor
     head_bias: Tensor
     scale: Tensor | None  # (2, C) of a regression task, float32
+    reader: LearnedReader | None
+    read_out: ReadOut
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +53,11 @@ class _Selection:
     readers: Readers | None  # None where only `head` tasks are asked for
     # Name, position among the readers (None: it reads the original feature), task.
     answers: tuple[tuple[str, int | None, _PreparedTask], ...]
+
+    @property
+    def reads_patches(self) -> bool:
+        """Whether a head reads the mean of the patch tokens."""
+        return any(prepared.read_out.patches for _, _, prepared in self.answers)
 
 
 @dataclass(slots=True, eq=False)
@@ -111,10 +120,11 @@ class MemoryViT(nn.Module):
         selection = self._select(tasks)
         roles = self.backbone.roles
         if selection.readers is None:
-            original = run_trunk(roles, images, keep=False).original
-            return _answer(selection, original, None)
-        original, features = run_fused(roles, self._plan, selection.readers, images)
-        return _answer(selection, original, features)
+            trunk = run_trunk(roles, images, keep=False)
+            return _answer(selection, trunk.original, (), trunk.patch_mean)
+        original, outputs = run_fused(roles, self._plan, selection.readers, images)
+        mean = patch_mean(roles, original) if selection.reads_patches else None
+        return _answer(selection, original, outputs, mean)
 
     def trunk(self, images: Tensor) -> Trunk:
         """The original tokens' pass alone, with the keys and values that any task can be read from later."""
@@ -124,8 +134,8 @@ class MemoryViT(nn.Module):
     def read(self, trunk: Trunk, tasks: Sequence[str] | None = None) -> Outputs:
         """Answer for `tasks` from a trunk made before, by this backbone."""
         selection = self._select(tasks)
-        features = None if selection.readers is None else read(self.backbone.roles, selection.readers, trunk)
-        return _answer(selection, trunk.original, features)
+        outputs = () if selection.readers is None else read(self.backbone.roles, selection.readers, trunk)
+        return _answer(selection, trunk.original, outputs, trunk.patch_mean)
 
     @torch.no_grad()
     def explain(self, image: Tensor, task: str) -> Explanation:
@@ -171,6 +181,7 @@ class MemoryViT(nn.Module):
         position = {name: i for i, name in enumerate(layout.names)}
         readers = None
         if layout.names:
+            learned = {i: reader for name, i in position.items() if (reader := prepared[name].reader) is not None}
             readers = Readers(
                 layout=layout,
                 tokens=torch.stack([_token(prepared[name]) for name in layout.names]),
@@ -182,6 +193,8 @@ class MemoryViT(nn.Module):
                     )
                     for i in range(len(roles.blocks))
                 ),
+                updates=block_updates(roles.blocks, len(layout.names), *group_readers(learned)),
+                read_out=max(prepared[name].read_out.blocks for name in layout.names),
             )
         return _Selection(readers, tuple((name, position.get(name), prepared[name]) for name in wanted))
 
@@ -223,7 +236,9 @@ def _prepare(task: Task, backbone: Backbone) -> _PreparedTask:
         ]
         keys, values = zip(*projected, strict=True)
     scale = None if task.target_scale is None else task.target_scale.tensor(backbone.device)
-    return _PreparedTask(token, keys, values, place(task.head_weight), place(task.head_bias), scale)
+    reader = None if task.reader is None else task.reader.map(place)
+    head = place(task.head_weight), place(task.head_bias)
+    return _PreparedTask(token, keys, values, *head, scale, reader, task.read_out)
 
 
 def _token(prepared: _PreparedTask) -> Tensor:
@@ -231,12 +246,25 @@ def _token(prepared: _PreparedTask) -> Tensor:
     return prepared.token
 
 
-def _answer(selection: _Selection, original: Original, features: Tensor | None) -> Outputs:
+def _answer(selection: _Selection, original: Original, outputs: Sequence[Tensor], patches: Tensor | None) -> Outputs:
+    """Apply the heads to what they read: normed class tokens (B, T, D), the last block's first, and a patch mean."""
     answers: dict[str, Tensor] = {}
     for name, position, prepared in selection.answers:
-        feature = original.feature if position is None or features is None else features[:, position]
+        if position is None:
+            feature = original.feature
+        else:
+            feature = read_out_features(prepared.read_out, [output[:, position] for output in outputs], patches)
         answers[name] = head_output(feature, prepared.head_weight, prepared.head_bias, prepared.scale)
     return Outputs(original, answers)
+
+
+def read_out_features(read_out: ReadOut, outputs: Sequence[Tensor], patches: Tensor | None) -> Tensor:
+    """What a head reads, (B, F), of one class token's outputs (B, D), the last block's first, and the patch mean."""
+    parts = list(outputs[: read_out.blocks])
+    if read_out.patches:
+        assert patches is not None
+        parts.append(patches)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def check_trained_on(task: Task, backbone: Backbone) -> None:
@@ -256,3 +284,5 @@ def check_trained_on(task: Task, backbone: Backbone) -> None:
             f"task {task.name!r} was trained on {trained.name} with fingerprint {trained.fingerprint[:12]}…, but the "
             f"backbone {loaded.name} has {loaded.fingerprint[:12]}…: same shape, other weights. {remedy}"
         )
+    if task.reader is not None:
+        task.reader.check_backbone(f"task {task.name!r}", backbone)

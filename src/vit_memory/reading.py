@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vit_memory.families.roles import Block, Roles
+from vit_memory.reader_updates import BlockUpdates, with_updates
 from vit_memory.trunk import Run, Trunk, by_heads, call, finish_block, split_qkv
 
 # Ancestors' keys are gathered per reader. Beyond this many readers × ancestors a group is cut, so that a long chain
@@ -60,11 +61,13 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Readers:
-    """T class tokens ready to read: where they start, and the memory of every block and group."""
+    """T class tokens ready to read: where they start, the memory of every block and group, and what they learned."""
 
     layout: ReaderLayout
     tokens: Tensor  # (T, D), as they enter the first block
     memory: tuple[tuple[Memory, ...], ...]  # per block, per group
+    updates: tuple[BlockUpdates, ...] = ()  # per block; empty if no reader has learned how to read
+    read_out: int = 1  # the last blocks whose outputs are wanted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,14 +228,21 @@ def _gather(group: ReaderGroup, x: Tensor) -> Tensor:
     return rows.masked_fill(padding, 0.0)
 
 
-def read(roles: Roles, readers: Readers, trunk: Trunk, record: Recorder | None = None, run: Run = call) -> Tensor:
-    """Run T class tokens through all blocks against a given trunk; returns their final, normed outputs (B, T, D).
+def read(
+    roles: Roles, readers: Readers, trunk: Trunk, record: Recorder | None = None, run: Run = call
+) -> tuple[Tensor, ...]:
+    """Run T class tokens through all blocks against a given trunk; returns their normed outputs, each (B, T, D).
 
-    Carries a graph to whatever the readers were made from, and none to the trunk: this is what training runs on.
+    The last block's output comes first, then as many of the earlier ones as the readers want. Carries a graph to
+    whatever the readers were made from, and none to the trunk: this is what training runs on.
     """
     x = readers.tokens[None]  # (1, T, D): before the first block has read, they are the same for every image
-    for block, k, v, memory in zip(roles.blocks, trunk.keys, trunk.values, readers.memory, strict=True):
-        qkv = split_qkv(block, run(block.norm1, x), run)
+    outputs: list[Tensor] = []
+    for i, (block, k, v, memory) in enumerate(zip(roles.blocks, trunk.keys, trunk.values, readers.memory, strict=True)):
+        apply = with_updates(run, readers.updates[i]) if readers.updates else run
+        qkv = split_qkv(block, apply(block.norm1, x), apply)
         read_in = attend_readers(roles, block, qkv, (k, v), readers.layout.groups, memory, record)
-        x = finish_block(block, x, read_in, run)
-    return call(roles.final_norm, x)
+        x = finish_block(block, x, read_in, apply)
+        if i >= len(roles.blocks) - readers.read_out:
+            outputs.append(x)
+    return tuple(call(roles.final_norm, output) for output in reversed(outputs))

@@ -7,23 +7,28 @@ The sequence is [original tokens | class tokens | memory cells]; who reads whom 
     class token t     yes      t and its ancestors    t and its ancestors
     cell               -           -                      -
 
-Unmasked memory, and the two variants in which cells are tokens that are handed on, let everybody read everybody.
+A learned reader is written out as blocks of its own for its class token: the backbone's weights with its low-rank
+updates merged in, its norms and branches scaled. Unmasked memory, and the two variants in which cells are tokens that
+are handed on, let everybody read everybody.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from vit_memory.backbone import Backbone
 from vit_memory.choices import Regime
 from vit_memory.errors import TaskError
-from vit_memory.families.roles import Block, Roles, Rotation
+from vit_memory.families.roles import Block, Roles, Rotation, projections_of
 from vit_memory.graph import TaskGraph
+from vit_memory.learned_reader import LearnedReader
 from vit_memory.outputs import Original, Outputs
 from vit_memory.regimes import COMPOSABLE
 from vit_memory.task import Task
-from vit_memory.trunk import by_heads, finish_block, split_qkv
+from vit_memory.trunk import by_heads, finish_block, patch_mean, split_qkv
 
 
 def rule(originals: int, tasks: Sequence[Task], graph: TaskGraph) -> Tensor:
@@ -62,7 +67,7 @@ def dense_forward(backbone: Backbone, tasks: Sequence[Task], images: Tensor) -> 
     regime = _common_regime(tasks)
     tokens = [task.class_token for task in readers if task.class_token is not None]
     raw = torch.tensor([task.raw_memory for task in readers for _ in range(task.cells)], dtype=torch.bool)
-    original, features = dense_pass(
+    original, outputs = dense_pass(
         roles,
         images,
         torch.stack(tokens).to(images) if tokens else images.new_zeros(0, roles.width),
@@ -72,11 +77,16 @@ def dense_forward(backbone: Backbone, tasks: Sequence[Task], images: Tensor) -> 
         regime,
         lambda N: rule(N, readers, TaskGraph(tasks)) if regime in COMPOSABLE else None,
         raw,
+        [task.reader for task in readers],
     )
     answers = {}
     for task in tasks:
-        feature = original.feature if task.class_token is None else features[:, readers.index(task)]
-        answers[task.name] = task.answer(feature)
+        if task.class_token is None:
+            answers[task.name] = task.answer(original.feature)
+            continue
+        own = outputs[:, -task.read_out.blocks :, readers.index(task)].flip(1).flatten(1)  # (B, blocks · D)
+        parts = [own, patch_mean(roles, original)] if task.read_out.patches else [own]
+        answers[task.name] = task.answer(torch.cat(parts, dim=1))
     return Outputs(original, answers)
 
 
@@ -88,11 +98,13 @@ def dense_pass(
     regime: Regime,
     rule_for: Callable[[int], Tensor | None] = lambda originals: None,
     raw: Tensor | None = None,
+    learned: Sequence[LearnedReader | None] = (),
 ) -> tuple[Original, Tensor]:
     """One sequence of originals, class tokens (T, D) and cells (L, S, D) through all blocks.
 
     `rule_for` makes the mask from the number of original tokens; None lets everybody read everybody. `raw` (S,) marks
-    cells that skip the norm. Returns the original output and the class tokens' final ones (B, T, D).
+    cells that skip the norm. `learned` are the readers of the class tokens. Returns the original output and the class
+    tokens' normed outputs of every block (B, L, T, D).
     """
     x, rotation = roles.embed(images)
     B, N, _ = x.shape
@@ -103,6 +115,7 @@ def dense_pass(
     if raw is not None:
         skips_norm[N + T :] = raw.to(x.device)
     x = torch.cat([x, roles.pre_norm(tokens).expand(B, -1, -1), cells[0].expand(B, -1, -1)], dim=1)
+    outputs = []
     for i, block in enumerate(roles.blocks):
         carried = x[:, N + T :]
         if regime == "propagated":
@@ -111,15 +124,30 @@ def dense_pass(
             entering = carried + cells[i] if i else carried
         else:
             entering = cells[i].expand(B, -1, -1)
-        x = _dense_block(roles, block, torch.cat([x[:, : N + T], entering], dim=1), reads, rotation, skips_norm, N)
-    return roles.finish(x[:, :N]), roles.final_norm(x[:, N : N + T])
+        own = {N + t: _merged(block, reader, i) for t, reader in enumerate(learned) if reader is not None}
+        x = torch.cat([x[:, : N + T], entering], dim=1)
+        x = _dense_block(roles, block, x, reads, rotation, skips_norm, N, own)
+        outputs.append(roles.final_norm(x[:, N : N + T]))
+    return roles.finish(x[:, :N]), torch.stack(outputs, dim=1)
 
 
 def _dense_block(
-    roles: Roles, block: Block, x: Tensor, reads: Tensor | None, rotation: Rotation | None, skips_norm: Tensor, N: int
+    roles: Roles,
+    block: Block,
+    x: Tensor,
+    reads: Tensor | None,
+    rotation: Rotation | None,
+    skips_norm: Tensor,
+    N: int,
+    own: dict[int, Block],
 ) -> Tensor:
+    """One block over the whole sequence; the tokens in `own`, by position, have a block of their own."""
     normed = torch.where(skips_norm[:, None], x, block.norm1(x))
-    q, k, v = (by_heads(part, roles.heads) for part in split_qkv(block, normed))
+    q, k, v = split_qkv(block, normed)
+    for t, merged in own.items():
+        own_q, own_k, own_v = split_qkv(merged, merged.norm1(x[:, t]))
+        q, k, v = _put(q, t, own_q), _put(k, t, own_k), _put(v, t, own_v)
+    q, k, v = (by_heads(part, roles.heads) for part in (q, k, v))
     q, k = block.norm_q(q), block.norm_k(k)
     if roles.rotate is not None and rotation is not None:
         q_turned, k_turned = roles.rotate(q[:, :, :N], k[:, :, :N], rotation)
@@ -127,8 +155,68 @@ def _dense_block(
     scores = (q @ k.transpose(-1, -2)) * block.scaling
     if reads is not None:
         scores = scores.masked_fill(~reads, float("-inf"))
-    attended = scores.softmax(-1) @ v
-    return finish_block(block, x, attended.transpose(1, 2).flatten(2))
+    attended = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    out = finish_block(block, x, attended)
+    for t, merged in own.items():
+        out = _put(out, t, finish_block(merged, x[:, t], attended[:, t]))
+    return out
+
+
+def _put(x: Tensor, t: int, token: Tensor) -> Tensor:
+    """x (B, S, width) with `token` (B, width) in place t."""
+    return x.index_copy(1, torch.tensor([t], device=x.device), token[:, None])
+
+
+class _Scaled(nn.Module):
+    """A module whose output is multiplied and shifted."""
+
+    def __init__(self, module: nn.Module, scale: Tensor, shift: Tensor | None = None) -> None:
+        super().__init__()
+        self.module, self.scale, self.shift = module, scale, shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.module(x) * self.scale.to(x)
+        return y if self.shift is None else y + self.shift.to(x)
+
+
+class _Merged(nn.Module):
+    """A linear layer with something added to its weight."""
+
+    def __init__(self, linear: nn.Linear, added: Tensor) -> None:
+        super().__init__()
+        self.linear, self.added = linear, added
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.linear.weight + self.added.to(x), self.linear.bias)
+
+
+def _merged(block: Block, reader: LearnedReader, i: int) -> Block:
+    """Block i as one learned reader has it: its low-rank updates added to the weights, its gains around the modules."""
+    added: dict[nn.Module, Tensor] = {}
+    projections = projections_of(block)
+    for name, update in reader.low_rank.items():
+        part = projections[name]
+        after = part.module.out_features - part.start - part.outer
+        delta = F.pad(update.B[i] @ update.A[i], (0, 0, part.start, after))
+        added[part.module] = added.get(part.module, 0) + delta
+
+    def merge(modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
+        return tuple(
+            _Merged(module, added[module]) if isinstance(module, nn.Linear) and module in added else module
+            for module in modules
+        )
+
+    own = replace(block, qkv=merge(block.qkv), project=merge(block.project), mlp=merge(block.mlp))
+    if reader.gains is None:
+        return own
+    norm1, shift1, attention, norm2, shift2, mlp = reader.gains[i]
+    return replace(
+        own,
+        norm1=_Scaled(own.norm1, 1 + norm1, shift1),
+        scale1=_Scaled(own.scale1, 1 + attention),
+        norm2=_Scaled(own.norm2, 1 + norm2, shift2),
+        scale2=_Scaled(own.scale2, 1 + mlp),
+    )
 
 
 def _common_regime(tasks: Sequence[Task]) -> Regime:

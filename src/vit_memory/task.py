@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vit_memory.backbone import Backbone, BackboneIdentity
-from vit_memory.choices import Kind, Regime, Start
+from vit_memory.choices import Kind, Projection, Regime, Start
 from vit_memory.errors import TaskError
+from vit_memory.learned_reader import DEFAULT_PROJECTIONS, FINAL, LearnedReader, ReadOut, new_reader
 from vit_memory.preprocessing import Preprocessing
 from vit_memory.regimes import REGIMES
 
@@ -39,7 +40,7 @@ class TargetScale:
 
 
 def head_output(feature: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | None) -> Tensor:
-    """A task's answer (…, C) to features (…, D): logits, or with a `scale` (2, C) values in the user's units."""
+    """A task's answer (…, C) to features (…, F): logits, or with a `scale` (2, C) values in the user's units."""
     output = F.linear(feature, weight, bias)
     return output if scale is None else output * scale[1] + scale[0]
 
@@ -62,13 +63,14 @@ class Task:
 
     `class_token` is the vector that enters where the original class token enters, position included. Memory cells are
     keys and values only; they pass the block's first norm like every token of the block, unless `raw_memory` (files of
-    the 2023 reproduction, which put them in after it). `parents` are names of the tasks this one extends, and
-    `parent_digests` what their content was when it learned to read them.
+    the 2023 reproduction, which put them in after it). `reader` is what a task of regime `reader` learned about how its
+    class token reads, and `read_out` what its head reads: F = D values, or a multiple. `parents` are names of the tasks
+    this one extends, and `parent_digests` what their content was when it learned to read them.
     """
 
     name: str
     labels: tuple[str, ...]
-    head_weight: Tensor  # (C, D)
+    head_weight: Tensor  # (C, F)
     head_bias: Tensor  # (C,)
     class_token: Tensor | None  # (D,); None for regimes without one of their own
     memory: Tensor  # (L, M, D); M = 0 means class token and head alone
@@ -80,6 +82,8 @@ class Task:
     parent_digests: Mapping[str, str] = field(default_factory=dict)  # of the parents that are pinned
     thresholds: tuple[float, ...] | None = None  # (C,) multi-label: probability from which a label counts as present
     target_scale: TargetScale | None = None  # regression: the user's units; None answers as the head does
+    reader: LearnedReader | None = None  # regime `reader` only
+    read_out: ReadOut = FINAL
     record: TaskRecord = field(default_factory=TaskRecord)
 
     def __post_init__(self) -> None:
@@ -92,7 +96,8 @@ class Task:
             raise TaskError(f"{where}: labels given twice: {', '.join(twice)}.")
         check_choice(where, "regime", self.regime, get_args(Regime))
         check_choice(where, "kind", self.kind, get_args(Kind))
-        self._check_shape("head_weight", self.head_weight, (len(self.labels), width))
+        self.read_out.check(where, depth)
+        self._check_shape("head_weight", self.head_weight, (len(self.labels), self.read_out.parts * width))
         self._check_shape("head_bias", self.head_bias, (len(self.labels),))
         self._check_shape("memory", self.memory, (depth, self.cells, width))
         facts = REGIMES[self.regime]
@@ -106,6 +111,7 @@ class Task:
             raise TaskError(
                 f"{where}: regime {self.regime!r} has no memory cells, {self.cells} given; regime 'memory' has."
             )
+        self._check_reader(where)
         if self.name in self.parents:
             raise TaskError(f"{where} extends itself.")
         if len(set(self.parents)) != len(self.parents):
@@ -116,6 +122,23 @@ class Task:
         if strangers:
             raise TaskError(f"{where}: digests of tasks it does not extend: {', '.join(strangers)}.")
         self._check_kind(where)
+
+    def _check_reader(self, where: str) -> None:
+        if not REGIMES[self.regime].reader:
+            if self.reader is not None or self.read_out != FINAL:
+                raise TaskError(
+                    f"{where}: gains, low-rank updates and read-outs belong to regime 'reader', this one is of regime "
+                    f"{self.regime!r}."
+                )
+            return
+        if self.reader is None:
+            raise TaskError(f"{where}: regime 'reader' needs a learned reader.")
+        if not any(True for _ in self.reader.tensors()) and self.read_out == FINAL:
+            raise TaskError(
+                f"{where}: a reader without gains, low-rank updates or read-outs has nothing to learn. Give it one of "
+                f"them, or use regime 'class' or 'memory'."
+            )
+        self.reader.check(where, self.backbone.depth, self.backbone.width)
 
     def _check_kind(self, where: str) -> None:
         if self.thresholds is not None:
@@ -150,8 +173,22 @@ class Task:
     @property
     def parameters(self) -> int:
         """How many numbers were learned."""
-        token = 0 if self.class_token is None else self.class_token.numel()
-        return token + self.memory.numel() + self.head_weight.numel() + self.head_bias.numel()
+        return sum(tensor.numel() for tensor in self.tensors().values())
+
+    @property
+    def method(self) -> str:
+        """What it learns besides its head, for tables: `class`, `5 cells`, `rank 8 + gains`, `propagated 5 cells`."""
+        cells = f"{self.cells} cell{'' if self.cells == 1 else 's'}" if self.cells else ""
+        if self.reader is None:
+            return cells if self.regime == "memory" and cells else f"{self.regime} {cells}".strip()
+        read_out = "" if self.read_out == FINAL else str(self.read_out)
+        return " + ".join(filter(None, (str(self.reader), cells, read_out)))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything learned, by name, in a fixed order."""
+        token = {} if self.class_token is None else {"class_token": self.class_token}
+        head = {"memory": self.memory, "head.weight": self.head_weight, "head.bias": self.head_bias}
+        return {**token, **head, **dict(self.reader.tensors() if self.reader is not None else ())}
 
     @property
     def digest(self) -> str:
@@ -168,16 +205,18 @@ class Task:
             described["thresholds"] = self.thresholds
         if self.target_scale is not None:
             described["target_scale"] = [self.target_scale.mean, self.target_scale.std]
+        if self.reader is not None:
+            described["reader"] = [name for name, _ in self.reader.tensors()]
+            described["read_out"] = str(self.read_out)
         digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-        for tensor in (self.class_token, self.memory, self.head_weight, self.head_bias):
-            if tensor is not None:
-                values = tensor.detach().to("cpu", torch.float32).contiguous()
-                digest.update(f"{tuple(values.shape)}".encode())
-                digest.update(values.numpy().tobytes())
+        for tensor in self.tensors().values():
+            values = tensor.detach().to("cpu", torch.float32).contiguous()
+            digest.update(f"{tuple(values.shape)}".encode())
+            digest.update(values.numpy().tobytes())
         return digest.hexdigest()
 
     def answer(self, feature: Tensor) -> Tensor:
-        """Its output (…, C) for the final, normed class tokens or pooled features (…, D)."""
+        """Its output (…, C) for what its head reads (…, F): final, normed class tokens, or pooled features."""
         scale = None if self.target_scale is None else self.target_scale.tensor(feature.device)
         return head_output(feature, self.head_weight.to(feature), self.head_bias.to(feature), scale)
 
@@ -193,39 +232,58 @@ def new_task(
     parents: Sequence["Task | str"] = (),
     start: Start = "original",
     memory_std: float = MEMORY_STD,
+    rank: int | None = None,
+    gains: bool = False,
+    projections: Sequence[Projection] = DEFAULT_PROJECTIONS,
+    read_out: str | ReadOut = FINAL,
     generator: torch.Generator | None = None,
 ) -> Task:
     """A task before training: class token as the original one, cells from N(0, `memory_std`), head at zero.
 
-    `cells` defaults to 5 in the regimes that have memory, and to none in the others. Parents given as tasks are pinned
+    `cells` defaults to 5 in the memory regimes, and to none in the others. Regime `reader` takes `gains`, the `rank` of
+    low-rank updates of `projections`, and a `read_out`: final, patches, blocks:N, or several joined by +. Untrained, a
+    reader answers as regime `class` (or `memory`, with cells) does. Parents given as tasks are pinned
     to their content: the new task will not attach beside others of their names. Tensors are float32 on the CPU,
     whatever the backbone computes in.
 
     >>> task = new_task(backbone, "pets", ["cat", "dog"], cells=5)
     >>> tuple(task.memory.shape) == (backbone.depth, 5, backbone.width)
     True
+    >>> new_task(backbone, "pets", ["cat", "dog"], regime="reader", rank=8, gains=True).reader.rank
+    8
     """
     where = f"task {name!r}"
     check_choice(where, "regime", regime, get_args(Regime))
     facts = REGIMES[regime]
-    cells = (5 if facts.cells else 0) if cells is None else cells
+    cells = facts.default_cells if cells is None else cells
     if cells < 0:
         raise TaskError(f"{where}: {cells} memory cells; expected 0 or more per block.")
     if cells and not facts.cells:
         raise TaskError(f"{where}: regime {regime!r} has no memory cells, {cells} given.")
     check_choice(where, "start", start, get_args(Start))
+    read_out = ReadOut.parse(read_out)
+    if not facts.reader and (rank is not None or gains or read_out != FINAL):
+        raise TaskError(
+            f"{where}: a rank, gains and a read-out belong to regime 'reader', this one is of regime {regime!r}."
+        )
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator) * memory_std
 
     token = backbone.initial_class_token().to("cpu", torch.float32) if start == "original" else drawn(backbone.width)
+    memory = drawn(backbone.depth, cells, backbone.width)
+    reader = None
+    if facts.reader:
+        reader = new_reader(backbone, where, rank=rank, gains=gains, projections=projections, generator=generator)
     return Task(
         name=name,
         labels=tuple(labels),
-        head_weight=torch.zeros(len(labels), backbone.width),
+        head_weight=torch.zeros(len(labels), read_out.parts * backbone.width),
         head_bias=torch.zeros(len(labels)),
         class_token=token if facts.class_token else None,
-        memory=drawn(backbone.depth, cells, backbone.width),
+        memory=memory,
+        reader=reader,
+        read_out=read_out,
         backbone=backbone.identity,
         regime=regime,
         kind=kind,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit_memory.buffers import BufferPool
@@ -24,6 +25,7 @@ class Trunk:
     keys: tuple[Tensor, ...]  # per block (B, H, N, A/H), rotated and normed as the library does
     values: tuple[Tensor, ...]  # per block (B, H, N, A/H)
     original: Original
+    patch_mean: Tensor  # (B, D), see `patch_mean`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +82,12 @@ def finish_block(block: Block, x: Tensor, attended: Tensor, run: Run = call) -> 
     return out
 
 
+def patch_mean(roles: Roles, original: Original) -> Tensor:
+    """The mean of the final patch tokens (B, D), of unit variance: not every library norms its final tokens."""
+    mean = original.tokens[:, len(roles.prefix) :].mean(dim=1)
+    return F.layer_norm(mean, mean.shape[-1:])
+
+
 def run_originals(roles: Roles, images: Tensor) -> Original:
     """The same pass with nothing kept for readers, and with a graph to the backbone's weights where they have one."""
     x, rotation = roles.embed(images)
@@ -108,4 +116,5 @@ def run_trunk(roles: Roles, images: Tensor, *, keep: bool = True, pool: BufferPo
     for block in roles.blocks:
         x = finish_block(block, x, attend(block, x))
     trunk_type = Trunk if pool is None else PooledTrunk
-    return trunk_type(tuple(keys), tuple(values), roles.finish(x))
+    original = roles.finish(x)
+    return trunk_type(tuple(keys), tuple(values), original, patch_mean(roles, original))

@@ -110,9 +110,9 @@ def test_the_regimes_that_compose_are_those_that_train_on_one_trunk():
 def test_what_a_regime_cannot_do_is_refused(backbone):  # noqa: F811
     parent = replace(fresh(backbone), name="colour")
     child = replace(fresh(backbone, regime="propagated"), parents=("colour",))
-    with pytest.raises(TrainingError, match="only class, head, memory tasks can extend others"):
+    with pytest.raises(TrainingError, match="only class, head, memory, reader tasks can extend others"):
         fit(backbone, [child], coloured(12, 1), coloured(6, 2), RECIPE, parents=[parent])
-    with pytest.raises(TrainingError, match="only class, head, memory share one pass"):
+    with pytest.raises(TrainingError, match="only class, head, memory, reader share one pass"):
         fit(backbone, [fresh(backbone), fresh(backbone, regime="full")], coloured(12, 1), coloured(6, 2), RECIPE)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.test_sweep import backbone, coloured, fresh  # noqa: F401 - a fixture
+from training.test_sweep import READER, backbone, coloured, fresh  # noqa: F401 - a fixture
 from vit_memory.errors import DamagedFile, TrainingError
 from vit_memory.training.cache import Cache
 from vit_memory.training.callbacks import Callbacks, Progress
@@ -24,7 +24,7 @@ RECIPE = Recipe(steps=9, batch=8, learning_rates=(0.05, 0.2), evaluate_every=3)
 
 
 def run(backbone, checkpoint, recipe=RECIPE, on_progress=lambda progress: None, **options):  # noqa: F811
-    tasks = [fresh(backbone), fresh(backbone, regime="class")]
+    tasks = [fresh(backbone), fresh(backbone, regime="class"), fresh(backbone, **READER)]
     options = TrainingOptions(checkpoint=checkpoint, **options)
     callbacks = Callbacks(on_progress)
     return fit(backbone, tasks, coloured(20, 1), coloured(9, 2), recipe, options=options, callbacks=callbacks)

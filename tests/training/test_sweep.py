@@ -13,10 +13,11 @@ from vit_memory.data.images import ImageArray
 from vit_memory.data.splits import Split
 from vit_memory.errors import BackboneMismatch, TrainingError
 from vit_memory.graph import TaskGraph
+from vit_memory.learned_reader import LearnedReader, LowRank
 from vit_memory.training.callbacks import Callbacks, Progress
 from vit_memory.training.fit import fit
 from vit_memory.training.options import TrainingOptions
-from vit_memory.training.recipe import Recipe
+from vit_memory.training.recipe import RATE_FACTORS, Recipe
 from vit_memory.training.sweep import Setting
 from vit_memory.training.trunk_sweep import TrunkSweep
 from vit_memory.trunk import run_trunk
@@ -39,6 +40,9 @@ def coloured(count, seed):
     return Split.of(ImageArray.whole("coloured", pixels.astype(np.uint8)), labels)
 
 
+READER = {"regime": "reader", "rank": 4, "gains": True, "cells": 2, "read_out": "blocks:2+patches"}
+
+
 def fresh(backbone, cells=3, regime="memory", seed=0, **options):
     generator = torch.Generator().manual_seed(seed)
     options = {"cells": cells, **options} if regime == "memory" else options
@@ -46,13 +50,12 @@ def fresh(backbone, cells=3, regime="memory", seed=0, **options):
 
 
 def parts(task):
-    return {name: getattr(task, name) for name in ("class_token", "memory", "head_weight", "head_bias")}
+    return task.tensors()
 
 
 def assert_same_weights(a, b, atol):
     for (name, x), y in zip(parts(a).items(), parts(b).values(), strict=True):
-        if x is not None:
-            torch.testing.assert_close(x, y, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(x, y, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
 
 
 TWELVE = [(cells, seed) for cells in (0, 1, 5) for seed in (0, 1)]
@@ -74,26 +77,62 @@ def test_each_of_twelve_settings_ends_with_the_weights_of_its_own_solo_run(backb
         assert result.score == solo.score
 
 
+def test_each_reader_of_a_sweep_ends_with_the_weights_of_its_own_solo_run(backbone):
+    """Readers of several ranks and read-outs beside memory and heads: stacked where they are alike, apart where not."""
+    recipe = replace(Recipe.reader(), steps=12, batch=8, learning_rates=(1e-3, 5e-3), evaluate_every=4)
+    tasks = [
+        fresh(backbone, **READER),
+        fresh(backbone, regime="reader", rank=4, projections=("q", "fc1")),
+        fresh(backbone, regime="reader", rank=2, seed=1),
+        fresh(backbone, regime="reader", gains=True, read_out="patches"),
+        fresh(backbone),
+        fresh(backbone, regime="head"),
+    ]
+    train, validation = coloured(24, 1), coloured(12, 2)
+    together = fit(backbone, tasks, train, validation, recipe)
+    for result in together.settings:
+        alone = replace(recipe, learning_rates=(result.setting.learning_rate,))
+        solo = fit(backbone, [result.setting.task], train, validation, alone).settings[0]
+        assert_same_weights(result.task, solo.task, atol=1e-5)
+        assert result.score == solo.score
+        untrained = dict(parts(result.setting.task))
+        assert all(
+            not torch.equal(value, untrained[name]) for name, value in parts(result.task).items() if value.numel()
+        )
+
+
 @pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
-def test_the_optimisers_are_those_of_torch(backbone, optimiser):
+def test_the_optimisers_are_those_of_torch_with_a_rate_for_every_part(backbone, optimiser):
     recipe = Recipe(steps=6, optimiser=optimiser, learning_rates=(0.01,), weight_decays=(0.1,), warmup=2, clip=0.5)
-    task = trained(backbone, "tint", labels=LABELS, cells=2)
+    task = trained(backbone, "tint", labels=LABELS, regime="reader", rank=3, projections=("q",), gains=True, cells=2)
     sweep = TrunkSweep(backbone, [Setting(task, 0.01, 0.1)], TaskGraph(), recipe)
     theirs = {name: value.clone().requires_grad_() for name, value in parts(task).items()}
-    reference = (
-        torch.optim.SGD(theirs.values(), lr=0.01, momentum=0.9, weight_decay=0.1)
-        if optimiser == "sgd"
-        else torch.optim.AdamW(theirs.values(), lr=0.01, weight_decay=0.1)
+    stacks = dict(
+        zip(("class_token", "memory", "head.weight", "head.bias", *list(theirs)[4:]), sweep.stacks, strict=True)
     )
-    stacks = dict(zip(("class_token", "memory", "head_weight", "head_bias"), sweep.stacks.values(), strict=True))
+    part_of = {
+        "class_token": "token",
+        "memory": "cells",
+        "gains": "gains",
+        "q.lora_A": "low-rank",
+        "q.lora_B": "low-rank",
+    }
+    factors = {name: RATE_FACTORS[optimiser][part_of.get(name, "head")] for name in theirs}
+    groups = [{"params": [value], "lr": 0.01 * factors[name]} for name, value in theirs.items()]
+    reference = (
+        torch.optim.SGD(groups, momentum=0.9, weight_decay=0.1)
+        if optimiser == "sgd"
+        else torch.optim.AdamW(groups, weight_decay=0.1)
+    )
     generator = torch.Generator().manual_seed(0)
     for step in range(recipe.steps):
         for name, value in theirs.items():
             value.grad = torch.randn(value.shape, generator=generator)
-            shape = stacks[name].values.shape
-            stacks[name].values.grad = value.grad.reshape(shape).clone()
+            values = sweep.stacks[stacks[name]].values
+            values.grad = value.grad.reshape(values.shape).clone()
         torch.nn.utils.clip_grad_norm_(theirs.values(), recipe.clip)
-        reference.param_groups[0]["lr"] = 0.01 * recipe.lr_factor(step)
+        for group, factor in zip(reference.param_groups, factors.values(), strict=True):
+            group["lr"] = 0.01 * factor * recipe.lr_factor(step)
         reference.step()
         assert sweep.step(step, torch.zeros(1)) == []
     for name, value in parts(sweep.tasks()[0]).items():
@@ -107,9 +146,11 @@ def test_what_is_trained_is_what_the_model_answers_also_for_extensions(backbone)
     child = fresh(backbone, 3, parents=["colour"])
     child = replace(trained(backbone, "tint", labels=LABELS, cells=3), parents=child.parents)
     plain = trained(backbone, "tint", labels=LABELS, regime="class")
+    learned = trained(backbone, "colour", regime="reader", rank=3, gains=True, cells=1)
+    reader = replace(trained(backbone, "tint", labels=LABELS, **READER), parents=("colour",))
     batch = images(4)
     trunk = run_trunk(backbone.roles, batch)
-    for task, above in ((child, [grandparent, parent]), (plain, [])):
+    for task, above in ((child, [grandparent, parent]), (plain, []), (reader, [learned])):
         sweep = TrunkSweep(backbone, [Setting(task, 0.1)] * 2, TaskGraph(above), Recipe())
         answers = MemoryViT(backbone, [*above, sweep.tasks()[1]])(batch)["tint"]
         for logits in sweep.logits(trunk):
@@ -118,10 +159,15 @@ def test_what_is_trained_is_what_the_model_answers_also_for_extensions(backbone)
 
 @pytest.mark.parametrize("variant", variant_params())
 def test_gradients_are_those_of_the_dense_reference_also_in_buffers_used_before(variant):
+    backbone = tiny_backbone(variant)
+    kinds = [{"cells": 3}, {**READER, "projections": ("q", "v", "o")}]
+    for task in (trained(backbone, "tint", labels=LABELS, **kind) for kind in kinds):
+        _assert_gradients_of_the_reference(backbone, task)
+
+
+def _assert_gradients_of_the_reference(backbone, task):
     from vit_memory.reference import dense_forward
 
-    backbone = tiny_backbone(variant)
-    task = trained(backbone, "tint", labels=LABELS, cells=3)
     sweep = TrunkSweep(backbone, [Setting(task, 0.1)], TaskGraph(), Recipe())
     for batch, labels in ((images(5, seed=1), [0, 1, 2, 0, 1]), (images(4), [0, 1, 2, 0])):
         sweep.accumulate(sweep.backward(sweep.encode(batch), torch.tensor(labels))[1])
@@ -130,11 +176,29 @@ def test_gradients_are_those_of_the_dense_reference_also_in_buffers_used_before(
             stack.values.grad = None
         leaves = {name: value.clone().requires_grad_() for name, value in parts(task).items()}
         with_graph = dense_forward.__wrapped__  # without its no_grad
-        logits = with_graph(backbone, [replace(task, **leaves)], batch)["tint"]
+        logits = with_graph(backbone, [with_tensors(task, leaves)], batch)["tint"]
         loss = F.cross_entropy(logits, torch.tensor(labels), reduction="sum")
         expected = torch.autograd.grad(loss, list(leaves.values()))
-        for ours, theirs in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(ours.reshape(theirs.shape), theirs, rtol=1e-4, atol=1e-5)
+        for ours, (name, theirs) in zip(gradients, zip(leaves, expected, strict=True), strict=True):
+            if name == "head.weight":  # ours has the parts of a read-out apart: (parts, C, D)
+                ours = torch.cat(ours.unbind(0), dim=1)  # noqa: PLW2901
+            torch.testing.assert_close(ours.reshape(theirs.shape), theirs, rtol=1e-4, atol=2e-5)
+
+
+def with_tensors(task, tensors):
+    """The task with other values: the inverse of `Task.tensors`."""
+    reader = task.reader and LearnedReader(
+        tensors.get("gains"),
+        {name: LowRank(tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]) for name in task.reader.low_rank},
+    )
+    return replace(
+        task,
+        class_token=tensors["class_token"],
+        memory=tensors["memory"],
+        head_weight=tensors["head.weight"],
+        head_bias=tensors["head.bias"],
+        reader=reader,
+    )
 
 
 def test_a_graph_whose_buffers_were_used_again_is_noticed(backbone):

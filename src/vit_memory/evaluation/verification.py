@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from vit_memory.backbone import Backbone, load_backbone
 from vit_memory.choices import Kind
 from vit_memory.errors import VitMemoryError
 from vit_memory.families import Family, families, family_of
+from vit_memory.families.roles import projections_of
+from vit_memory.learned_reader import FINAL, PROJECTIONS, LearnedReader, LowRank, ReadOut
 from vit_memory.model import MemoryViT
 from vit_memory.reference import dense_forward
 from vit_memory.task import TargetScale, Task, new_task
@@ -48,7 +50,7 @@ def random_tasks(backbone: Backbone, count: int, seed: int) -> list[Task]:
     generator = torch.Generator().manual_seed(seed)
     tasks: list[Task] = []
     for i in range(count):
-        regime = choices.choice(("memory", "memory", "memory", "class", "head"))
+        regime = choices.choice(("memory", "memory", "reader", "reader", "class", "head"))
         kind = kinds.choice(get_args(Kind))
         parents = [task.name for task in tasks if choices.random() < 0.3]
         task = new_task(
@@ -57,12 +59,30 @@ def random_tasks(backbone: Backbone, count: int, seed: int) -> list[Task]:
             [str(c) for c in range(choices.randint(1, 6))],
             regime=regime,  # type: ignore[arg-type]
             kind=kind,
-            cells=choices.choice((1, 2, 5, 9)) if regime == "memory" else None,
+            cells=_random_cells(regime, choices),
             parents=parents,
             generator=generator,
+            **(_random_reader(backbone, choices) if regime == "reader" else {}),
         )
         tasks.append(_with_random_values(task, kinds, generator))
     return tasks
+
+
+def _random_reader(backbone: Backbone, choices: random.Random) -> dict[str, Any]:
+    """Gains, low-rank updates of any projections that the backbone has, and read-outs, in any combination."""
+    projections = [name for name in PROJECTIONS if all(name in projections_of(b) for b in backbone.roles.blocks)]
+    read_out = ReadOut(choices.randint(1, backbone.depth), choices.random() < 0.5)
+    return {
+        "rank": choices.choice((None, 1, 4)),
+        "gains": choices.random() < 0.6 or read_out == FINAL,
+        "projections": choices.sample(projections, choices.randint(1, len(projections))),
+        "read_out": read_out,
+    }
+
+
+def _random_cells(regime: str, choices: random.Random) -> int | None:
+    sizes = {"memory": (1, 2, 5, 9), "reader": (0, 0, 3)}
+    return choices.choice(sizes[regime]) if regime in sizes else None
 
 
 def _with_random_values(task: Task, kinds: random.Random, generator: torch.Generator) -> Task:
@@ -76,8 +96,19 @@ def _with_random_values(task: Task, kinds: random.Random, generator: torch.Gener
         target_scale=_random_scale(kinds, count) if task.kind == "regression" else None,
         class_token=None if token is None else token + normal(token, 0.5),
         memory=normal(task.memory, 0.5),
-        head_weight=normal(task.head_weight, task.backbone.width**-0.5),
+        head_weight=normal(task.head_weight, task.head_weight.shape[1] ** -0.5),
         head_bias=normal(task.head_bias, 0.1),
+        reader=None if task.reader is None else _random_values_of(task.reader, normal),
+    )
+
+
+def _random_values_of(reader: LearnedReader, normal: Callable[[Tensor, float], Tensor]) -> LearnedReader:
+    return LearnedReader(
+        None if reader.gains is None else normal(reader.gains, 0.3),
+        {
+            name: LowRank(normal(update.A, update.A.shape[2] ** -0.5), normal(update.B, update.rank**-0.5))
+            for name, update in reader.low_rank.items()
+        },
     )
 
 

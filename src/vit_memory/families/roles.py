@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from vit_memory.choices import Projection
 from vit_memory.outputs import Original
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines of the patches' rotary positions
@@ -62,6 +63,38 @@ class Block:
     norm2: nn.Module
     mlp: tuple[nn.Module, ...]  # in order
     scale2: nn.Module
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockProjection:
+    """A linear layer of a block, or the third of a fused one that makes queries, keys or values."""
+
+    module: nn.Linear
+    inner: int
+    outer: int
+    start: int = 0  # its first output among the module's
+
+
+def projections_of(block: Block) -> dict[Projection, BlockProjection]:
+    """The linear layers of a block by name. A gated MLP that is one module has no fc1, or neither fc1 nor fc2."""
+    projections: dict[Projection, BlockProjection] = {}
+    names: tuple[Projection, ...] = ("q", "k", "v")
+    parts = 3 // len(block.qkv)  # of one module
+    for i, name in enumerate(names):
+        _add_linear(projections, name, block.qkv[i // parts], parts, i % parts)
+    _add_linear(projections, "o", block.project[-1])
+    if len(block.mlp) > 1:
+        _add_linear(projections, "fc1", block.mlp[0])
+        _add_linear(projections, "fc2", block.mlp[-1])
+    return projections
+
+
+def _add_linear(
+    projections: dict[Projection, BlockProjection], name: Projection, module: nn.Module, parts: int = 1, part: int = 0
+) -> None:
+    if isinstance(module, nn.Linear):
+        outer = module.out_features // parts
+        projections[name] = BlockProjection(module, module.in_features, outer, part * outer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,6 +7,7 @@ from typing import Any
 
 from vit_memory.backbone import BackboneIdentity
 from vit_memory.files.taskfile import describe
+from vit_memory.learned_reader import FINAL
 from vit_memory.task import Task
 
 SHOWN_LABELS = 8
@@ -42,7 +43,7 @@ def card(path: Path, task: Task) -> str:
         "kind": task.kind,
         "labels": _label_list(task.labels),
         **_kind_facts(task),
-        "regime": task.regime + (f", {memory}" if task.cells else ""),
+        "regime": ", ".join([task.regime, *([memory] if task.cells else []), *_reader_facts(task)]),
         "size": size.replace("_", " "),
         "extends": ", ".join(task.parents) or "nothing",
         "backbone": f"{task.backbone.name} ({task.backbone.family}, width {task.backbone.width}, "
@@ -80,6 +81,15 @@ def _label_list(labels: Sequence[str]) -> str:
     return ", ".join([*labels[:SHOWN_LABELS], *more])
 
 
+def _reader_facts(task: Task) -> list[str]:
+    """What a learned reader consists of, in words."""
+    if task.reader is None:
+        return []
+    gains = ["gains in every block"] if task.reader.gains is not None else []
+    low_rank = [f"rank {update.rank} on {projection}" for projection, update in task.reader.low_rank.items()]
+    return [*gains, *low_rank, *([f"read-out {task.read_out}"] if task.read_out != FINAL else [])]
+
+
 def _kind_facts(task: Task) -> dict[str, str]:
     """Thresholds of a multi-label task, mean and standard deviation of the values of a regression task."""
     if task.thresholds is not None:
@@ -98,9 +108,13 @@ def _pairs(values: Mapping[str, Any]) -> str:
 def _row(task: Task) -> str:
     labels = f"{len(task.labels)}: {_cell(', '.join(task.labels[:6]))}{' …' if len(task.labels) > 6 else ''}"
     return (
-        f"| {task.name} | {task.kind} | {labels} | {task.regime}, {task.cells} cells "
+        f"| {task.name} | {task.kind} | {labels} | {_regime_and_method(task)} "
         f"| {', '.join(task.parents) or '-'} | {_cell(_pairs(task.record.metrics))} |"
     )
+
+
+def _regime_and_method(task: Task) -> str:
+    return task.regime if task.method == task.regime else f"{task.regime}, {task.method}"
 
 
 def _cell(text: str) -> str:

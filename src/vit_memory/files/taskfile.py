@@ -2,8 +2,9 @@
 
 `vit-memory-task/1`: tensors `class_token` (D,) unless the regime has none, `memory` (L, M, D), `head.weight` (C, D),
 `head.bias` (C,); metadata `format`, and `task`: a JSON text, see `describe`. Loading runs no code.
-`vit-memory-task/2` adds `thresholds` and `target_scale` to that text. Only tasks that have one of them are written as
-version 2, so that older versions of the library can read all others.
+`vit-memory-task/2` adds `thresholds` and `target_scale` to that text, `vit-memory-task/3` adds `reader` and `read_out`
+and the tensors of a learned reader (`reader_tensors.py`). A task is written in the first version that can hold it, so
+that older versions of the library read all others.
 """
 
 import json
@@ -18,10 +19,17 @@ from torch import Tensor
 from vit_memory.backbone import BackboneIdentity
 from vit_memory.errors import DamagedFile, NewerFormat, TaskError
 from vit_memory.files.container import parse_json, read_container, write_container
+from vit_memory.files.reader_tensors import (
+    describe_reader,
+    is_reader_tensor,
+    reader_from_tensors,
+    reader_to_tensors,
+)
+from vit_memory.learned_reader import LearnedReader, ReadOut
 from vit_memory.preprocessing import Preprocessing
 from vit_memory.task import TargetScale, Task, TaskRecord
 
-FORMAT, VERSION = "vit-memory-task", 2
+FORMAT, VERSION = "vit-memory-task", 3
 
 
 def save_task(task: Task, path: Path | str, *, half: bool | None = None) -> None:
@@ -33,6 +41,8 @@ def save_task(task: Task, path: Path | str, *, half: bool | None = None) -> None
     tensors = {"memory": task.memory, "head.weight": task.head_weight, "head.bias": task.head_bias}
     if task.class_token is not None:
         tensors["class_token"] = task.class_token
+    if task.reader is not None:
+        tensors |= reader_to_tensors(task.reader)
     if half is None:
         half = all(tensor.dtype == torch.float16 for tensor in tensors.values())
     if half and task.record.half_of is None:
@@ -44,8 +54,14 @@ def save_task(task: Task, path: Path | str, *, half: bool | None = None) -> None
             overflow = " in float16: save it in full" if half and bool(tensors[name].isfinite().all()) else ""
             raise TaskError(f"task {task.name!r}: {name} holds NaN or infinite values{overflow}. Not saved to {path}.")
     text = json.dumps(describe(task), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    version = 1 if task.thresholds is None and task.target_scale is None else 2
-    write_container(Path(path), {"format": f"{FORMAT}/{version}", "task": text}, stored)
+    write_container(Path(path), {"format": f"{FORMAT}/{_version(task)}", "task": text}, stored)
+
+
+def _version(task: Task) -> int:
+    """The first version that can hold the task."""
+    if task.reader is not None:
+        return 3
+    return 1 if task.thresholds is None and task.target_scale is None else 2
 
 
 def load_task(path: Path | str) -> Task:
@@ -73,7 +89,8 @@ def load_task(path: Path | str) -> Task:
 
 def _check_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     required = {"memory", "head.weight", "head.bias"}
-    missing, unknown = required - set(tensors), set(tensors) - required - {"class_token"}
+    missing = required - set(tensors)
+    unknown = {name for name in set(tensors) - required - {"class_token"} if not is_reader_tensor(name)}
     if missing or unknown:
         raise DamagedFile(
             f"{path}: tensors missing: {sorted(missing) or 'none'}; unknown tensors: {sorted(unknown) or 'none'}."
@@ -122,6 +139,8 @@ def describe(task: Task) -> dict[str, Any]:
         description["thresholds"] = list(task.thresholds)
     if task.target_scale is not None:
         description["target_scale"] = {"mean": list(task.target_scale.mean), "std": list(task.target_scale.std)}
+    if task.reader is not None:
+        description |= {"reader": describe_reader(task.reader), "read_out": str(task.read_out)}
     return description
 
 
@@ -131,6 +150,10 @@ def _rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> T
         raise TaskError(
             f"memory_size is {description['memory_size']}, the memory has shape {tuple(tensors['memory'].shape)}."
         )
+    reader = reader_from_tensors(tensors, tensors["memory"].shape[0])
+    empty = not any(True for _ in reader.tensors())
+    if description.get("reader", describe_reader(LearnedReader())) != describe_reader(reader):
+        raise TaskError(f"the description of the reader is {description.get('reader')}, its tensors are another.")
     return Task(
         name=_text(description["name"], "name"),
         labels=tuple(_text(label, "labels") for label in description["labels"]),
@@ -144,6 +167,8 @@ def _rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> T
         parents=tuple(_text(parent["name"], "parents") for parent in parents),
         parent_digests={parent["name"]: _text(parent["digest"], "parents") for parent in parents if parent["digest"]},
         raw_memory=bool(description["raw_memory"]),
+        reader=None if empty and "reader" not in description else reader,
+        read_out=ReadOut.parse(_text(description.get("read_out", "final"), "read_out")),
         thresholds=_numbers(description["thresholds"], "thresholds") if "thresholds" in description else None,
         target_scale=_target_scale(description["target_scale"]) if "target_scale" in description else None,
         record=TaskRecord(

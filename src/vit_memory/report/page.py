@@ -96,6 +96,8 @@ def _article(
 
 def _facts_of(task: Task, model: Model, about: About) -> list[tuple[str, str]]:
     regime = f"{task.regime}, {count(task.cells, 'memory cell')} per block" if task.cells else task.regime
+    if task.reader is not None:
+        regime = f"{task.regime}, {task.method}"
     pairs = [
         ("backbone", model.backbone.name),
         ("data", f"{about.data}, {about.split} split"),

@@ -110,7 +110,7 @@ def training_key(
     content = {
         "backbone": backbone.fingerprint,
         "dtype": str(backbone.dtype),
-        "recipe": asdict(recipe),
+        "recipe": recipe.record(),
         "settings": [[s.task.name, s.task.digest, s.learning_rate, s.weight_decay] for s in sweep.settings],
         "parents": {name: sweep.parents[name].digest for name in sweep.parents},
         "train": train.digest(),

@@ -1,7 +1,7 @@
 """Training curves: the loss and the validation score of every setting, read from the log of a run and drawn.
 
-A method (regime and memory size) has one colour; a learning rate has one line style and shade; the best setting is
-bold. Lines are named at their ends where there is space for it.
+A method (what a task learns besides its head) has one colour; a learning rate has one line style and shade; the best
+setting is bold. Lines are named at their ends where there is space for it.
 """
 
 import json
@@ -31,7 +31,7 @@ _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (7, 1.6, 1.
 class Curve:
     """One setting's loss and validation score over the steps."""
 
-    method: str  # regime and memory size
+    method: str  # what the task learns besides the head: see `Task.method`
     learning_rate: float
     variant: str  # weight decay, start and seed, where they are not the usual ones
     losses: Points
@@ -69,7 +69,7 @@ def read_curves(log: Path, result: "FitResult") -> list[Curve]:
 
     return [
         Curve(
-            method=_method(one.setting),
+            method=one.setting.task.method,
             learning_rate=one.setting.learning_rate,
             variant=_variant(one.setting),
             losses=points("losses", i),
@@ -79,12 +79,6 @@ def read_curves(log: Path, result: "FitResult") -> list[Curve]:
         )
         for i, one in enumerate(result.settings)
     ]
-
-
-def _method(setting: "Setting") -> str:
-    task = setting.task
-    cells = f"{task.cells} cell{'' if task.cells == 1 else 's'}" if task.cells else ""
-    return cells if cells and task.regime == "memory" else f"{task.regime} {cells}".strip()
 
 
 def _variant(setting: "Setting") -> str:

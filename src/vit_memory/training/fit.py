@@ -53,15 +53,16 @@ def fit(
     not changed. The same arguments give the same bits on the same machine; every setting ends with the weights of its
     solo run, to rounding.
 
-    `recipe` decides what is learned. `options` decides how the training runs: `TrainingOptions(cache=Cache("disk"),
-    workers=4)`; with a `checkpoint` file and `resume=True`, an interrupted training ends with the same weights as an
-    uninterrupted one. `callbacks` report progress and can stop the training, which saves the checkpoint and raises
-    TrainingStopped.
+    `recipe` decides what is learned; without one it is `Recipe()`, or `Recipe.reader()` if a task has a learned reader.
+    `options` decides how the training runs: `TrainingOptions(cache=Cache("disk"), workers=4)`; with a `checkpoint` file
+    and `resume=True`, an interrupted training ends with the same weights as an uninterrupted one. `callbacks` report
+    progress and can stop the training, which saves the checkpoint and raises TrainingStopped.
 
     Loss and validation score depend on the kind of the tasks: cross-entropy and accuracy; binary cross-entropy and mAP,
     with thresholds chosen on the validation images; or smooth L1 and R².
     """
-    recipe, options, callbacks = recipe or Recipe(), options or TrainingOptions(), callbacks or Callbacks()
+    recipe = recipe or Recipe.for_regimes(task.regime for task in tasks)
+    options, callbacks = options or TrainingOptions(), callbacks or Callbacks()
     ranks = options.ranks
     preprocessing = _preprocessing(backbone, options.image_size)
     _check(backbone, tasks, parents, train, validation)

@@ -1,16 +1,20 @@
 """A grid of tasks to train at once; each is combined with every learning rate and weight decay of the recipe."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch
 
 from vit_memory.backbone import Backbone
-from vit_memory.choices import Kind, Regime, Start
+from vit_memory.choices import Kind, Projection, Regime, Start
+from vit_memory.errors import TrainingError
+from vit_memory.learned_reader import DEFAULT_PROJECTIONS, FINAL, ReadOut
 from vit_memory.regimes import REGIMES
 from vit_memory.task import Task, new_task
+
+_READER_FIELDS = ("ranks", "gains", "projections", "read_outs", "reader_cells")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +22,20 @@ class Grid:
     """Every combination of these is one task."""
 
     regimes: tuple[Regime, ...] = ("memory",)
-    cells: tuple[int, ...] = (5,)  # of the regimes with memory; `memory` with 0 cells is `class`
+    cells: tuple[int, ...] = (5,)  # of the memory regimes; `memory` with 0 cells is `class`
     starts: tuple[Start, ...] = ("original",)
     seeds: tuple[int, ...] = (0,)
+    # Of the regime `reader`; a combination that learns nothing of these is left out.
+    ranks: tuple[int | None, ...] = (8,)  # None: no low-rank updates
+    gains: tuple[bool, ...] = (True,)
+    projections: tuple[tuple[Projection, ...], ...] = (DEFAULT_PROJECTIONS,)
+    read_outs: tuple[str, ...] = ("final",)
+    reader_cells: tuple[int, ...] = (0,)
+
+    def record(self) -> dict[str, Any]:
+        """The grid as JSON values, without the fields of readers if there are none."""
+        values = asdict(self)
+        return values if "reader" in self.regimes else {k: v for k, v in values.items() if k not in _READER_FIELDS}
 
     def tasks(
         self,
@@ -32,25 +47,50 @@ class Grid:
     ) -> list[Task]:
         """A new task for every point, without duplicates."""
         tasks: dict[tuple[Any, ...], Task] = {}
-        for regime, cells, start, seed in product(self.regimes, self.cells, self.starts, self.seeds):
-            trained: Regime = "class" if regime == "memory" and cells == 0 else regime
-            size = cells if REGIMES[trained].cells else 0
-            # Without a class token and cells there is no randomness: one task is enough.
-            point = (trained, size, start, seed) if REGIMES[trained].class_token else (trained,)
-            if point in tasks:
-                continue
-            generator = torch.Generator().manual_seed(seed)
-            task = new_task(
-                backbone,
-                name,
-                labels,
-                cells=size,
-                regime=trained,
-                kind=kind,
-                start=start,
-                generator=generator,
-                parents=parents,
+        for regime, start, seed in product(self.regimes, self.starts, self.seeds):
+            for trained, size, reader in self._points(regime):
+                # Without a class token and cells there is no randomness: one task is enough.
+                one = (start, seed) if REGIMES[trained].class_token else ()
+                point = (trained, size, *reader.values(), *one)
+                if point in tasks:
+                    continue
+                generator = torch.Generator().manual_seed(seed)
+                task = new_task(
+                    backbone,
+                    name,
+                    labels,
+                    cells=size,
+                    regime=trained,
+                    kind=kind,
+                    start=start,
+                    generator=generator,
+                    parents=parents,
+                    **reader,
+                )
+                record = replace(task.record, recipe={"start": start, "task_seed": seed})
+                tasks[point] = replace(task, record=record)
+        if not tasks:
+            raise TrainingError(
+                "the grid is empty: a reader without gains, a rank or a read-out has nothing to learn. Give it one of "
+                "them: --gains, --rank 8 or --read-out patches."
             )
-            record = replace(task.record, recipe={"start": start, "task_seed": seed})
-            tasks[point] = replace(task, record=record)
         return list(tasks.values())
+
+    def _points(self, regime: Regime) -> Iterator[tuple[Regime, int, dict[str, Any]]]:
+        """The regime that is trained, its cells, and what its reader consists of."""
+        if not REGIMES[regime].reader:
+            for cells in self.cells:
+                trained: Regime = "class" if regime == "memory" and cells == 0 else regime
+                yield trained, cells if REGIMES[trained].cells else 0, {}
+            return
+        axes = product(self.reader_cells, self.ranks, self.gains, self.projections, self.read_outs)
+        for cells, rank, gains, projections, read_out in axes:
+            if rank is None and not gains and ReadOut.parse(read_out) == FINAL:
+                continue
+            used = DEFAULT_PROJECTIONS if rank is None else projections
+            yield regime, cells, {"rank": rank, "gains": gains, "projections": used, "read_out": read_out}
+
+
+# What a training without further options tries, from the smallest task to the largest: `vit-memory train` prints the
+# best of each, so that people see what every part buys.
+LADDER = Grid(regimes=("head", "class", "memory", "reader"), ranks=(None, 8), gains=(True,), read_outs=("final",))

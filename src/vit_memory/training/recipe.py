@@ -1,15 +1,22 @@
 """The recipe of a training: optimiser, schedule, augmentation. One frozen value that is checked when it is created."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import get_args
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, get_args
 
-from vit_memory.choices import Augment, Optimiser
+from vit_memory.choices import Augment, Optimiser, Part, Regime
 from vit_memory.errors import TrainingError
+from vit_memory.regimes import REGIMES
 
-# The default learning rates, all trained at once: around the best on three datasets of 20 images per class.
-AUTO_RATES: Mapping[str, tuple[float, ...]] = {"sgd": (0.03, 0.1, 0.3), "adamw": (1e-3, 3e-3, 1e-2)}
+# The default learning rates, all trained at once: around the best on datasets of 20 images per class.
+AUTO_RATES: Mapping[str, tuple[float, ...]] = {"sgd": (0.03, 0.1, 0.3), "adamw": (2e-3, 6e-3)}
+# A part of a task learns at the learning rate times its factor. AdamW's steps do not depend on the gradient's size, so
+# parts of different scale need different rates; SGD's do, and it was tuned with one rate for all.
+RATE_FACTORS: Mapping[Optimiser, Mapping[Part, float]] = {
+    "sgd": dict.fromkeys(get_args(Part), 1.0),
+    "adamw": {"head": 1.0, "token": 3.0, "cells": 3.0, "gains": 10.0, "low-rank": 1.0},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,7 @@ class Recipe:
     batch: int = 64
     optimiser: Optimiser = "sgd"
     learning_rates: tuple[float, ...] = AUTO_RATES["sgd"]
+    rate_factors: Mapping[Part, float] = field(default_factory=dict)  # instead of RATE_FACTORS, for some parts
     weight_decays: tuple[float, ...] = (0.0,)
     momentum: float = 0.9  # SGD's; AdamW's are 0.9 and 0.999
     clip: float | None = 1.0  # largest norm of a setting's gradient
@@ -38,6 +46,7 @@ class Recipe:
     area: tuple[float, float] = (0.35, 1.0)  # share of the image that an inception crop covers
     views: int | None = 8  # fixed views of every image, one per epoch in turn, which can be stored; None: new ones
     evaluate_every: int = 50
+    keep_best: bool = False  # end with the weights of each setting's best evaluation, not with the last ones
     patience: int | None = None  # end after so many evaluations without a better score, with the best weights
     chunk: int | None = None  # images per thread at a time; larger batches are computed in chunks. None: by memory
     seed: int = 0
@@ -50,6 +59,12 @@ class Recipe:
                 ("batch", "1 or more", self.batch >= 1),
                 ("optimiser", " or ".join(get_args(Optimiser)), self.optimiser in get_args(Optimiser)),
                 ("learning_rates", "one or more, all above 0", _all(self.learning_rates, lambda r: r > 0)),
+                (
+                    "rate_factors",
+                    f"factors of 0 or more for {', '.join(get_args(Part))}",
+                    set(self.rate_factors) <= set(get_args(Part))
+                    and all(math.isfinite(factor) and factor >= 0 for factor in self.rate_factors.values()),
+                ),
                 ("weight_decays", "one or more, none below 0", _all(self.weight_decays, lambda d: d >= 0)),
                 ("momentum", "0 up to 1", 0 <= self.momentum < 1),
                 ("clip", "a norm above 0, or None", self.clip is None or self.clip > 0),
@@ -69,12 +84,56 @@ class Recipe:
             raise TrainingError(f"the recipe is not valid: {'; '.join(faults)}.")
 
     @classmethod
+    def reader(cls) -> "Recipe":
+        """The recipe for learned readers: AdamW, fewer steps, and the weights of the best evaluation.
+
+        A reader learns in 150 steps what memory does not learn in 300, and on few images it overfits after that.
+        """
+        return replace(
+            cls(),
+            steps=150,
+            optimiser="adamw",
+            learning_rates=AUTO_RATES["adamw"],
+            evaluate_every=25,
+            keep_best=True,
+        )
+
+    @classmethod
+    def for_regimes(cls, regimes: Iterable[Regime]) -> "Recipe":
+        """The recipe for tasks of these regimes, where none is given."""
+        return cls.reader() if any(REGIMES[regime].reader for regime in regimes) else cls()
+
+    @classmethod
     def paper(cls) -> "Recipe":
         """The paper's recipe: batch 512, 20 000 steps, SGD with momentum, clipping, 5 warm-up steps, Inception crops.
 
         The paper does not state momentum, clipping norm, schedule and learning rates; those are ours.
         """
         return replace(cls(), steps=20_000, batch=512, area=(0.08, 1.0), views=None, evaluate_every=1000)
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether settings end with their best weights."""
+        return self.keep_best or self.patience is not None
+
+    def rate_factor(self, part: Part | None) -> float:
+        """The factor on the learning rate of one part of a task; 1 for a backbone's weights."""
+        return 1.0 if part is None else self.rate_factors.get(part, RATE_FACTORS[self.optimiser][part])
+
+    def record(self) -> dict[str, Any]:
+        """Everything that decides the weights, as JSON values.
+
+        Fields that the first runs did not know are left out at their defaults, so that these runs can be resumed.
+        """
+        values = asdict(self)
+        defaults = {each.name: getattr(_DEFAULTS, each.name) for each in fields(self)}
+        for name in ("rate_factors", "keep_best"):
+            if values[name] == defaults[name]:
+                del values[name]
+        factors = {part: self.rate_factor(part) for part in get_args(Part)}
+        if set(factors.values()) != {1.0}:
+            values["rate_factors"] = factors
+        return values
 
     @property
     def fixed_views(self) -> int | None:
@@ -92,3 +151,6 @@ class Recipe:
 
 def _all(values: tuple[float, ...], valid: Callable[[float], bool]) -> bool:
     return bool(values) and all(math.isfinite(value) and valid(value) for value in values)
+
+
+_DEFAULTS = Recipe()

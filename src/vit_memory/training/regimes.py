@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit_memory.backbone import Backbone
-from vit_memory.choices import Regime
+from vit_memory.choices import Part, Regime
 from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
 from vit_memory.regimes import COMPOSABLE
@@ -63,7 +63,8 @@ class FullSweep(Sweep):
             parameters["bias"] = nn.Parameter(setting.task.head_bias.to(backbone.device, copy=True))
             for name, parameter in parameters.items():
                 owner = torch.full((len(parameter),), i, device=backbone.device)
-                stacks[f"{i}.{name}"] = Stack.of(parameter, owner, 0)
+                part: Part | None = "head" if name in ("head", "bias") else None
+                stacks[f"{i}.{name}"] = Stack.of(parameter, owner, 0, part)
         return stacks
 
     def encode(self, images: Tensor) -> Tensor:
@@ -107,6 +108,7 @@ SWEEPS: Mapping[Regime, type[Sweep]] = {
     "head": TrunkSweep,
     "class": TrunkSweep,
     "memory": TrunkSweep,
+    "reader": TrunkSweep,
     "memory-unmasked": UnmaskedSweep,
     "propagated": UnmaskedSweep,
     "additive": UnmaskedSweep,

@@ -1,7 +1,7 @@
 """What a training returns: every setting with its trained task and validation score."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from vit_memory.backbone import Backbone
 from vit_memory.choices import Storage
@@ -40,6 +40,16 @@ class FitResult:
         scored = [result for result in self.settings if result.score is not None]
         return max(scored, key=lambda result: (result.score or 0.0, -result.task.parameters))
 
+    @property
+    def ladder(self) -> list[SettingResult]:
+        """The best setting of every method that did not diverge, from the smallest task to the largest."""
+        best: dict[str, SettingResult] = {}
+        for result in self.settings:
+            method = result.task.method
+            if result.score is not None and (method not in best or result.score > (best[method].score or 0.0)):
+                best[method] = result
+        return sorted(best.values(), key=lambda result: result.task.parameters)
+
 
 def metric_key(metric: str) -> str:
     """The name of a validation score in files: validation_accuracy, validation_balanced_accuracy, _map or _r2."""
@@ -51,7 +61,7 @@ def setting_results(
 ) -> tuple[SettingResult, ...]:
     """The results of a finished training, in the order of the settings."""
     objective = sweep.objective
-    scores = state.scores if recipe.patience is None else state.best_scores
+    scores = state.best_scores if recipe.keeps_best else state.scores
     results = []
     for i, (setting, task) in enumerate(zip(sweep.settings, sweep.tasks(), strict=True)):
         score = scores[i]
@@ -72,7 +82,7 @@ def _with_record(
     """The task with a record of its training, for its file."""
     recipe_record = {
         **task.record.recipe,
-        **asdict(recipe),
+        **recipe.record(),
         "learning_rates": [setting.learning_rate],
         "weight_decays": [setting.weight_decay],
         "area": list(recipe.area),

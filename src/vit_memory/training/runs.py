@@ -131,8 +131,8 @@ def _config(
         "kind": dataset.kind,
         "labels": list(dataset.labels),
         "extends": {task.name: task.digest for task in plan.direct_parents},
-        "grid": asdict(plan.grid),
-        "recipe": asdict(plan.recipe),
+        "grid": plan.grid.record(),
+        "recipe": plan.recipe.record(),
         "image_size": image_size,
     }
 
@@ -217,6 +217,7 @@ def _row(result: SettingResult, metric: str) -> dict[str, Any]:
         "setting": result.setting.name,
         "regime": task.regime,
         "cells": task.cells,
+        **_reader_row(task),
         "learning_rate": result.setting.learning_rate,
         "weight_decay": result.setting.weight_decay,
         "start": task.record.recipe.get("start"),
@@ -225,6 +226,14 @@ def _row(result: SettingResult, metric: str) -> dict[str, Any]:
         metric_key(metric): result.score,
         "stopped_at": result.stopped_at,
     }
+
+
+def _reader_row(task: Task) -> dict[str, Any]:
+    """What a learned reader consists of; nothing for other tasks."""
+    if task.reader is None:
+        return {}
+    rank = {projection: update.rank for projection, update in task.reader.low_rank.items()}
+    return {"rank": rank, "gains": task.reader.gains is not None, "read_out": str(task.read_out)}
 
 
 def _log_row(progress: Progress) -> dict[str, Any]:

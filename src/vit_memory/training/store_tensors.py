@@ -19,7 +19,7 @@ class StoreTensors:
     """The rows of a store, in memory or mapped from its files."""
 
     trunks: Tensor  # (rows, L, 2, H, N, D/H): keys and values of every block
-    features: Tensor  # (rows, D) float32: what `head` tasks read
+    features: Tensor  # (rows, 2, D) float32: what `head` tasks read, and the patch mean
     done: Tensor  # (rows,) uint8
     folder: Path | None = None  # None: in memory
 
@@ -27,20 +27,20 @@ class StoreTensors:
     def in_memory(cls, rows: int, shape: TrunkShape, dtype: torch.dtype) -> "StoreTensors":
         """Space for so many rows, none of them done."""
         trunks = torch.empty(rows, *shape.row, dtype=dtype)
-        return cls(trunks, torch.empty(rows, shape.width), torch.zeros(rows, dtype=torch.uint8))
+        return cls(trunks, torch.empty(rows, 2, shape.width), torch.zeros(rows, dtype=torch.uint8))
 
     @classmethod
     def on_disk(cls, folder: Path, rows: int, shape: TrunkShape, dtype: torch.dtype) -> "StoreTensors":
         """Map the files of a folder. If any is missing or has another size, all of them start empty."""
         dtypes = (dtype, torch.float32, torch.uint8)
-        lengths = (rows * math.prod(shape.row), rows * shape.width, rows)
+        lengths = (rows * math.prod(shape.row), rows * 2 * shape.width, rows)
         files = [folder / name for name in (TRUNKS, FEATURES, DONE)]
         _create_files(files, [n * each.itemsize for n, each in zip(lengths, dtypes, strict=True)])
         trunks, features, done = (
             torch.from_file(str(file), shared=True, size=n, dtype=each)
             for file, n, each in zip(files, lengths, dtypes, strict=True)
         )
-        return cls(trunks.view(rows, *shape.row), features.view(rows, shape.width), done, folder)
+        return cls(trunks.view(rows, *shape.row), features.view(rows, 2, shape.width), done, folder)
 
     def mark_done(self, rows: Sequence[Tensor]) -> None:
         """Mark rows as done after flushing them to disk: after a power cut, a row that is marked is complete."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vit_memory.backbone import Backbone
+from vit_memory.choices import Part
 from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
 from vit_memory.regimes import COMPOSABLE
@@ -39,13 +40,11 @@ class Setting:
     def name(self) -> str:
         """Its name in tables and messages."""
         task = self.task
-        cells = f"{task.cells} cell{'' if task.cells == 1 else 's'}" if task.cells else ""
-        size = cells if task.regime == "memory" and cells else f"{task.regime} {cells}".strip()
         decay = f", decay {self.weight_decay:g}" if self.weight_decay else ""
         record = task.record.recipe
         start = ", random token" if record.get("start") == "normal" and task.class_token is not None else ""
         seed = f", seed {record['task_seed']}" if record.get("task_seed") else ""
-        return f"{size}, rate {self.learning_rate:g}{decay}{start}{seed}"
+        return f"{task.method}, rate {self.learning_rate:g}{decay}{start}{seed}"
 
 
 @dataclass(slots=True, eq=False)
@@ -55,14 +54,15 @@ class Stack:
     values: Tensor  # requires grad
     owner: Tensor  # (rows,) int64: the setting that each row along `axis` belongs to
     axis: int
+    part: Part | None  # decides its factor on the learning rate; None: a backbone's weight
     exp_avg: Tensor  # optimiser state: SGD's momentum buffer, or AdamW's mean of gradients
     exp_avg_sq: Tensor  # AdamW's mean of squared gradients
     best: Tensor | None = None  # with early stopping: the values of each setting's best evaluation
 
     @classmethod
-    def of(cls, values: Tensor, owner: Tensor, axis: int) -> "Stack":
+    def of(cls, values: Tensor, owner: Tensor, axis: int, part: Part | None) -> "Stack":
         """With empty optimiser state."""
-        return cls(values, owner, axis, torch.zeros_like(values), torch.zeros_like(values))
+        return cls(values, owner, axis, part, torch.zeros_like(values), torch.zeros_like(values))
 
     def rows(self, per_setting: Tensor) -> Tensor:
         """(T,) reshaped and repeated so that it multiplies `values`."""
@@ -173,7 +173,8 @@ class Sweep(ABC):
             alive = stack.rows(self.alive)
             # A stopped setting's gradient may be NaN, and NaN times zero is NaN: choose, do not multiply.
             gradient = torch.where(alive, gradient * stack.rows(clip_coefficients / count), 0.0)  # noqa: PLW2901
-            rate, decay = torch.where(alive, stack.rows(rates), 0.0), stack.rows(self._decays)
+            rate = torch.where(alive, stack.rows(rates * self.recipe.rate_factor(stack.part)), 0.0)
+            decay = stack.rows(self._decays)
             if self.recipe.optimiser == "sgd":
                 stack.exp_avg.mul_(self.recipe.momentum).add_(gradient + decay * stack.values)
                 stack.values.sub_(rate * stack.exp_avg)

@@ -138,7 +138,7 @@ class Trainer:
         improved = [new > (-math.inf if old is None else old) for new, old in zip(scores, best, strict=True)]
         state.stale_evaluations = 0 if any(improved) else state.stale_evaluations + 1
         state.best_scores = [new if better else old for new, old, better in zip(scores, best, improved, strict=True)]
-        if self.recipe.patience is not None:
+        if self.recipe.keeps_best:
             sweep.keep_best(torch.tensor(improved))
         thresholds = objective.thresholds(sums)
         if thresholds is not None:
@@ -164,6 +164,6 @@ class Trainer:
     def _final_thresholds(self, new: list[list[float]], improved: Sequence[bool]) -> list[list[float]]:
         """Of every setting, the thresholds of the weights that it will end with."""
         old = self.state.thresholds
-        if old is None or self.recipe.patience is None:
+        if old is None or not self.recipe.keeps_best:
             return new
         return [new[i] if better else old[i] for i, better in enumerate(improved)]

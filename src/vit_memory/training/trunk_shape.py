@@ -39,8 +39,8 @@ class TrunkShape:
         return (self.blocks, 2, self.heads, self.tokens, self.head_width)
 
     def bytes(self, rows: int, dtype: torch.dtype) -> int:
-        """Bytes of so many stored rows: keys and values, a float32 feature, and a done mark."""
-        return rows * (math.prod(self.row) * dtype.itemsize + self.width * 4 + 1)
+        """Bytes of so many stored rows: keys and values, two float32 features, and a done mark."""
+        return rows * (math.prod(self.row) * dtype.itemsize + 2 * self.width * 4 + 1)
 
     def live_chunk(self, dtype: torch.dtype, threads: int) -> int:
         """How many images each thread computes at a time, so that a step needs about the memory of inference.

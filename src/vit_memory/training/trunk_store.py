@@ -195,7 +195,8 @@ class TrunkStore:
                 # A value beyond the dtype's range would become infinity, which spoils every reader. The cast comes
                 # first: in the backbone's dtype the limit itself may round up to a value that is out of range.
                 tensors.trunks[rows, i, j] = computed.to("cpu", self.dtype).clamp_(-limit, limit)
-        tensors.features[rows] = trunk.original.feature.float().cpu()
+        features = torch.stack([trunk.original.feature, trunk.patch_mean], dim=1)
+        tensors.features[rows] = features.float().cpu()
 
     def _rows(self, view: int, indices: Sequence[int] | Tensor) -> Tensor:
         return view * len(self.indices) + self._position[torch.as_tensor(indices, dtype=torch.long)]
@@ -237,9 +238,9 @@ class TrunkStore:
                 for j, target in enumerate((keys, values)):
                     torch.index_select(table, 0, lines + (2 * i + j), out=gathered)
                     target[i][part].copy_(gathered.view(-1, *one))
-        feature = tensors.features[rows].to(device, dtype)
-        no_tokens = feature.new_zeros(len(feature), 0, shape.width)  # only the feature is stored
-        return PooledTrunk(keys, values, Original(no_tokens, feature))
+        feature, patches = tensors.features[rows].to(device, dtype).unbind(1)
+        no_tokens = feature.new_zeros(len(feature), 0, shape.width)  # they are not stored
+        return PooledTrunk(keys, values, Original(no_tokens, feature), patches)
 
 
 def largest_finite(computed: torch.dtype, stored: torch.dtype) -> float:

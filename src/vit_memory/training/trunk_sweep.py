@@ -4,7 +4,7 @@ Settings are unrelated tasks: none reads another, and the trunk reads none of th
 graph, or read from a store, and only class tokens have a graph.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vit_memory.buffers import ThreadBuffers
 from vit_memory.errors import TrainingError
+from vit_memory.reader_updates import block_updates, group_readers
 from vit_memory.reading import Memory, Readers, lay_out, place_cells, project_cells, read
 from vit_memory.regimes import COMPOSABLE
 from vit_memory.training.frozen_linear import PooledLinear
@@ -29,7 +30,7 @@ class _DetachedReaders:
 
 
 class TrunkSweep(MemorySweep):
-    """Settings of `head`, `class` and `memory`, which extend the same frozen parents."""
+    """Settings of `head`, `class`, `memory` and `reader`, which extend the same frozen parents."""
 
     storable = True
 
@@ -72,8 +73,15 @@ class TrunkSweep(MemorySweep):
         self._layout = layout.to(device)
         self._order = torch.tensor(order, dtype=torch.long, device=device)
         self._rows = torch.tensor(rows, dtype=torch.long, device=device)
-        positions = [order.index(i) for i in range(len(self.with_token))]
-        self._positions = torch.tensor(positions, dtype=torch.long, device=device)
+        positions = {i: order.index(row) for row, i in enumerate(self.with_token)}
+        self._positions = positions
+        self._head_rows = torch.tensor(self._find_head_rows(positions, len(order)), dtype=torch.long, device=device)
+        learned = {
+            order.index(index[task.name]): task.reader.map(lambda x: x.to(device, self.backbone.dtype))
+            for task in above
+            if task.reader is not None
+        }
+        self._parent_groups = group_readers(learned)
         with torch.no_grad():
             dtype = self.backbone.dtype
             tokens = [task.class_token.to(device, dtype) for task in above if task.class_token is not None]
@@ -83,6 +91,18 @@ class TrunkSweep(MemorySweep):
                 for i, block in enumerate(roles.blocks)
             ]
 
+    def _find_head_rows(self, positions: Mapping[int, int], readers: int) -> list[int]:
+        """For every part of every head, its row of what `logits` puts together: see there."""
+        rows = []
+        for i, setting in enumerate(self.settings):
+            if i not in positions:
+                rows.append(0)
+                continue
+            read_out = setting.task.read_out
+            rows += [2 + block * readers + positions[i] for block in range(read_out.blocks)]
+            rows += [1] * read_out.patches
+        return rows
+
     def encode(self, images: Tensor) -> Trunk:
         """The trunk of the images. It is valid until the next call in the same thread."""
         return run_trunk(self.backbone.roles, images, keep=bool(self.with_token), pool=self._buffers.pool)
@@ -90,16 +110,13 @@ class TrunkSweep(MemorySweep):
     def logits(self, encoding: Encoding) -> Tensor:
         """Outputs (T, B, C) of every setting for the images of a trunk, with a graph to the leaves."""
         assert isinstance(encoding, Trunk)
-        features = encoding.original.feature.expand(len(self.settings), -1, -1)  # (T, B, D), what `head` settings read
+        # One row (B, D) each: the original feature, the patch mean, then the readers' outputs block by block.
+        rows = [encoding.original.feature[None], encoding.patch_mean[None]]
         if self.with_token:
             readers = self._detached_readers().readers
-            run = PooledLinear(self._buffers.pool)
-            read_out = read(self.backbone.roles, readers, encoding, run=run)[:, self._positions]  # (B, R, D)
-            if len(self.with_token) == len(self.settings):
-                features = read_out.transpose(0, 1)
-            else:
-                features = features.index_copy(0, self.tokens.owner, read_out.transpose(0, 1).contiguous())
-        return self.apply_heads(features)
+            outputs = read(self.backbone.roles, readers, encoding, run=PooledLinear(self._buffers.pool))
+            rows += [output.transpose(0, 1) for output in outputs]  # (readers, B, D)
+        return self.apply_heads(torch.cat(rows).index_select(0, self._head_rows))
 
     def leaves(self) -> list[Tensor]:
         """The tensors of the detached readers, and the heads."""
@@ -129,25 +146,19 @@ class TrunkSweep(MemorySweep):
     def _detached_readers(self) -> _DetachedReaders:
         """Computed once for all chunks of a step: cells are projected once, however many images read them."""
         if self._detached is None or (torch.is_grad_enabled() and not self._detached.pairs):
-            self._detached = self._detach(self._readers())
+            pairs: list[tuple[Tensor, Tensor]] = []
+
+            def leaf(tensor: Tensor) -> Tensor:
+                if not torch.is_grad_enabled():
+                    return tensor
+                detached = tensor.detach().requires_grad_()
+                pairs.append((tensor, detached))
+                return detached
+
+            self._detached = _DetachedReaders(self._readers(leaf), tuple(pairs))
         return self._detached
 
-    def _detach(self, readers: Readers) -> _DetachedReaders:
-        if not torch.is_grad_enabled():
-            return _DetachedReaders(readers, ())
-        pairs = []
-
-        def leaf(tensor: Tensor) -> Tensor:
-            detached = tensor.detach().requires_grad_()
-            pairs.append((tensor, detached))
-            return detached
-
-        memory = tuple(
-            tuple(Memory(leaf(group.keys), leaf(group.values)) for group in block) for block in readers.memory
-        )
-        return _DetachedReaders(Readers(readers.layout, leaf(readers.tokens), memory), tuple(pairs))
-
-    def _readers(self) -> Readers:
+    def _readers(self, leaf: Callable[[Tensor], Tensor]) -> Readers:
         roles, dtype = self.backbone.roles, self.backbone.dtype
         tokens = torch.cat([self.tokens.values.to(dtype), self._parent_tokens])[self._order]
         memory = []
@@ -157,5 +168,14 @@ class TrunkSweep(MemorySweep):
                 torch.cat([table, *(projected[i] for projected in parents)]).index_select(0, self._rows)
                 for i, table in enumerate(own)
             )
-            memory.append(place_cells(self._layout, keys, values))
-        return Readers(self._layout, roles.pre_norm(tokens), tuple(memory))
+            placed = place_cells(self._layout, keys, values)
+            memory.append(tuple(Memory(leaf(group.keys), leaf(group.values)) for group in placed))
+        gains, low_rank = self.readers.groups(self._positions, lambda values: leaf(values.to(dtype)))
+        parent_gains, parent_low_rank = self._parent_groups
+        return Readers(
+            self._layout,
+            leaf(roles.pre_norm(tokens)),
+            tuple(memory),
+            block_updates(roles.blocks, len(self._order), [*gains, *parent_gains], [*low_rank, *parent_low_rank]),
+            max(self.settings[i].task.read_out.blocks for i in self.with_token),
+        )
