@@ -116,7 +116,7 @@ def test_a_training_leaves_a_report_with_the_numbers_of_evaluate(place, kind):
     scores = json.loads(run("evaluate", file, "--data", place / "table.csv", "--json").stdout)["tasks"]
     assert page.words[page.words.index(file.stem) :]  # the name is the heading
     assert HEADLINES[kind](scores[file.stem]) in [word.strip() for word in page.words]
-    assert all(title in page.text for title in (*SECTIONS[kind], "Training", "Settings", "5 cells, rate 0.3"))
+    assert all(title in page.text for title in (*SECTIONS[kind], "Training", "Settings", "5 cells, rate 0.002"))
     assert "took no part in training or in the choice of the setting" in page.text
     assert page.tags.count("svg") >= 3
     assert (place / kind / "report.html").stat().st_size < 3_000_000

@@ -56,7 +56,58 @@ def test_a_folder_of_images_becomes_a_task_file_that_answers(photos, backbone, t
     assert task.record.recipe["data"]["splits"]["test"]["images"] == 6
     loaded = load_backbone(backbone)
     assert MemoryViT(loaded, [task])(torch.zeros(2, 3, 32, 32))["birds"].shape == (2, 3)
-    assert "2 cells, rate 0.2" in result.output
+    lines = result.output.splitlines()
+    ladder = lines[next(i for i, line in enumerate(lines) if line.startswith("method ")) + 1 :][:3]
+    assert [line.split("  ")[0] for line in ladder] == ["head", "class", "2 cells"]  # from the smallest to the largest
+
+
+def test_told_nothing_it_tries_every_method_keeps_the_best_and_shows_what_each_part_bought(photos, backbone, tmp_path):
+    words = ["train", photos, "--name", "birds", "--backbone", backbone]  # everything else as it is
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, (result.output, result.exception)
+        again = CliRunner().invoke(app, [*words, "--out", "again"])
+        assert again.exit_code == 0, (again.output, again.exception)
+        refused = CliRunner().invoke(app, words)
+    assert "holds a training already" in str(refused.exception)
+    rows = json.loads((tmp_path / "runs/birds/settings.json").read_text())
+    methods = dict.fromkeys(row["setting"].split(", rate")[0] for row in rows)
+    assert list(methods) == ["head", "class", "5 cells", "gains", "rank 8 + gains"]
+    task, second = (load_task(tmp_path / folder / "birds.safetensors") for folder in ("runs/birds", "again"))
+    assert task.digest == second.digest
+    best = max(row["validation_accuracy"] for row in rows)
+    assert task.record.metrics["validation_accuracy"] == best
+    assert task.parameters == min(row["parameters"] for row in rows if row["validation_accuracy"] == best)
+    lines = result.output.splitlines()
+    ladder = lines[next(i for i, line in enumerate(lines) if line.startswith("method ")) + 1 :][:5]
+    assert [line.split("  ")[0] for line in ladder] == list(methods)
+    assert [task.method for line in ladder if "<- kept" in line] == [
+        line.split("  ")[0] for line in ladder if "<- kept" in line
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--rank", "0"), "'0': expected whole numbers or none"),
+        (("--rank", "8,x"), "'8,x': expected whole numbers or none"),
+        (("--projections", "q+out"), "expected q, k, v, o, fc1 or fc2, joined by +"),
+        (("--read-out", "last"), "expected final, patches, blocks:N or blocks:N+patches"),
+        (("--regime", "memory", "--rank", "8"), "are for --regime reader, not memory"),
+        (("--regime", "head", "--no-gains"), "are for --regime reader, not head"),
+        (("--rate-factors", "heads=2"), "expected PART=FACTOR, such as gains=10"),
+        (("--rank", "33"), "rank 33; expected 1 to 32, the backbone's width"),
+        (("--read-out", "blocks:4"), "a read-out of the last 4 blocks; the backbone has 3"),
+        (("--rank", "none", "--no-gains"), "the grid is empty: a reader without gains"),
+        (("--regime", "reader", "--memory", "-1"), "-1 memory cells; expected 0 or more"),
+    ],
+)
+def test_a_reader_that_cannot_be_trained_is_refused_and_leaves_nothing(photos, backbone, tmp_path, words, message):
+    result = train(photos, backbone, tmp_path / "run", *words)
+    assert result.exit_code != 0
+    assert message in " ".join((result.output + str(result.exception)).replace("│", " ").split())
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_task_extends_another_and_brings_the_ancestors_it_finds_beside_it(photos, backbone, tmp_path):
@@ -158,7 +209,7 @@ def test_a_dataset_too_small_to_split_is_told_and_refused_with_what_to_do(backbo
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--regime", "all", "all: expected head, class, memory, memory-unmasked"),
+        ("--regime", "all", "all: expected head, class, memory, reader, memory-unmasked"),
         ("--memory", "1,x", "'1,x': expected whole numbers, separated by commas."),
         ("--lr", "fast", "'fast': expected numbers or auto, separated by commas."),
         ("--start", "random", "random: expected original, normal."),
@@ -175,12 +226,15 @@ def test_a_wrong_option_is_refused_at_once(photos, backbone, tmp_path, option, v
 def test_the_defaults_of_the_command_are_those_of_the_library():
     from vit_memory import Cache, Recipe, TrainingOptions
     from vit_memory.cli.train_options import CacheOptions, GridOptions, MachineOptions, RecipeOptions
-    from vit_memory.training.grid import Grid
+    from vit_memory.training.grid import LADDER, Grid
     from vit_memory.training.ranks import Ranks
 
-    assert GridOptions().build() == Grid()
-    assert RecipeOptions().build() == Recipe()
-    assert RecipeOptions(steps=7, views=0).build() == Recipe(steps=7, views=None)
+    assert GridOptions().build() == LADDER
+    assert GridOptions(memory="5").build() == Grid()
+    assert GridOptions(rank="8").build() == GridOptions(regime="reader").build() == Grid(regimes=("reader",))
+    assert RecipeOptions().build(LADDER) == Recipe.reader()
+    assert RecipeOptions().build(Grid()) == Recipe()
+    assert RecipeOptions(steps=7, views=0).build(Grid()) == Recipe(steps=7, views=None)
     assert CacheOptions().build() == Cache()
     ranks = Ranks()
     assert MachineOptions(workers=0).build(Cache(), ranks, resume=False) == TrainingOptions(ranks=ranks)

@@ -28,7 +28,7 @@ def test_tensorboard_reads_back_every_scalar_once_when_a_run_is_written_again(tm
 
 def test_a_resumed_run_shows_each_evaluation_once(tmp_path):
     words = ["train", "digits", "--name", "digit", "--out", str(tmp_path), "--steps", "4", "--evaluate-every", "2"]
-    words += ["--per-class", "4", "--lr", "0.3", "--views", "1", "--cache", "ram"]
+    words += ["--per-class", "4", "--memory", "5", "--lr", "0.3", "--views", "1", "--cache", "ram"]
     for more in ([], ["--resume"]):
         result = CliRunner().invoke(app, [*words, *more])
         assert result.exit_code == 0, result.exception

@@ -1,7 +1,8 @@
-"""The settings of a training, best first: a table in a terminal, aligned lines elsewhere."""
+"""The result of a training: a table in a terminal, aligned lines elsewhere."""
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -10,17 +11,49 @@ from vit_memory.cli.progress import score_text
 from vit_memory.cli.terminal import print_table
 
 if TYPE_CHECKING:
-    from vit_memory.training.results import FitResult
+    from vit_memory.training.results import FitResult, SettingResult
 
 
 def print_settings(result: "FitResult") -> None:
-    """Print every setting with its parameters and validation score on stdout."""
-    columns = ("setting", "parameters", f"validation {result.metric}")
-    rows = []
-    for r in sorted(result.settings, key=lambda r: -math.inf if r.score is None else r.score, reverse=True):
-        score = f"diverged at {r.stopped_at}" if r.score is None else score_text(result.metric, r.score)
-        rows.append((r.setting.name, str(r.task.parameters), score))
+    """Print what was trained, with parameters and validation scores, on stdout.
+
+    Several methods are a ladder: the best setting of each, from the smallest task to the largest, with what it adds to
+    the one above. Settings of one method are listed best first.
+    """
+    diverged = [one for one in result.settings if one.score is None]
+    if len(result.ladder) > 1:
+        _print(("method", "rate", "parameters", f"validation {result.metric}", "gain"), _ladder_rows(result))
+        for one in diverged:
+            typer.echo(f"{one.setting.name}: diverged at step {one.stopped_at}")
+        return
+    ordered = sorted(result.settings, key=lambda one: -math.inf if one.score is None else one.score, reverse=True)
+    rows = [(one.setting.name, str(one.task.parameters), _score(result, one)) for one in ordered]
+    _print(("setting", "parameters", f"validation {result.metric}"), rows)
+
+
+def _ladder_rows(result: "FitResult") -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    highest: float | None = None
+    for one in result.ladder:
+        assert one.score is not None  # a ladder has no diverged settings
+        scale, digits = (100, 1) if result.metric.endswith("accuracy") else (1, 3)
+        gain = "" if highest is None else f"{scale * (one.score - highest):+.{digits}f}"
+        highest = one.score if highest is None else max(highest, one.score)
+        method = f"{one.task.method}{'  <- kept' if one is result.best else ''}"
+        rate = f"{one.setting.learning_rate:g}"
+        rows.append((method, rate, str(one.task.parameters), _score(result, one), gain))
+    return rows
+
+
+def _score(result: "FitResult", one: "SettingResult") -> str:
+    return f"diverged at {one.stopped_at}" if one.score is None else score_text(result.metric, one.score)
+
+
+def _print(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
     if sys.stdout.isatty():
         print_table(columns, rows)
-    else:
-        typer.echo("\n".join(f"{name:44} {parameters:>10} {score:>22}" for name, parameters, score in (columns, *rows)))
+        return
+    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
+    for name, *others in (columns, *rows):
+        right = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
+        typer.echo("  ".join([name.ljust(widths[0]), *right]).rstrip())

@@ -42,8 +42,10 @@ def train(
 ) -> None:
     """Train a task on DATA and write it, with its log and checkpoint, to a folder.
 
-    Every combination of --regime, --memory, --start, --seeds, --lr and --weight-decay is trained at once, for little
-    more than the cost of one; the best by validation score (accuracy, mAP or R²) becomes the task file.
+    Every combination of --regime, --memory, --rank, --projections, --read-out, --start, --seeds, --lr and
+    --weight-decay is trained at once, for little more than the cost of one; the best by validation score (accuracy, mAP
+    or R²) becomes the task file, the smaller one of equals. The table at the end shows the best of every method, from
+    the smallest task to the largest.
     """
     from vit_memory.backbone import load_backbone
     from vit_memory.errors import TrainingStopped
@@ -116,11 +118,11 @@ def _plan(run: RunOptions, grid: GridOptions, recipe: RecipeOptions) -> "Trainin
     from vit_memory.files.taskfile import load_task
     from vit_memory.training.runs import TrainingPlan
 
-    files = run.extends or []
+    files, tasks = run.extends or [], grid.build()
     return TrainingPlan(
         run.name,
-        grid.build(),
-        recipe.build(),
+        tasks,
+        recipe.build(tasks),
         parents=tuple(file.task for file in collect_tasks(files)),
         extends=tuple(load_task(path).name for path in files),
         per_class=run.per_class,

@@ -4,6 +4,7 @@ A new option of a recipe is a field of `Recipe` and a field of `RecipeOptions` w
 `TrainingOptions` and `MachineOptions`.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -11,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
-from vit_memory.choices import Augment, CacheDtype, CacheMode, Optimiser, PrecisionOrAuto, Regime, Start
+from vit_memory.choices import (
+    Augment,
+    CacheDtype,
+    CacheMode,
+    Optimiser,
+    Part,
+    PrecisionOrAuto,
+    Projection,
+    Regime,
+    Start,
+)
 from vit_memory.cli.cache import read_size
 from vit_memory.cli.data import OnBadImageOption
 
@@ -23,10 +34,14 @@ if TYPE_CHECKING:
     from vit_memory.training.recipe import Recipe
 
 
-def _list_of(read: Callable[[str], Any], expected: str, or_word: str | None = None) -> Callable[[str], str]:
+def _list_of(
+    read: Callable[[str], Any], expected: str, or_word: str | None = None
+) -> Callable[[str | None], str | None]:
     """A callback that refuses a comma-separated list with a wrong part, at the command line."""
 
-    def check(text: str) -> str:
+    def check(text: str | None) -> str | None:
+        if text is None:
+            return None
         try:
             [read(part) for part in text.split(",") if text != or_word]
         except ValueError:
@@ -36,11 +51,41 @@ def _list_of(read: Callable[[str], Any], expected: str, or_word: str | None = No
     return check
 
 
-def _words_of(choices: Any) -> Callable[[str], str]:
+def _read_rank(text: str) -> int | None:
+    if text == "none":
+        return None
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+def _read_projections(text: str) -> tuple[str, ...]:
+    names = tuple(text.split("+"))
+    if not set(names) <= set(get_args(Projection)) or len(set(names)) < len(names):
+        raise ValueError(text)
+    return names
+
+
+def _read_factor(text: str) -> tuple[str, float]:
+    part, _, factor = text.partition("=")
+    if part not in get_args(Part):
+        raise ValueError(text)
+    return part, float(factor)
+
+
+def _read_read_out(text: str) -> str:
+    if not re.fullmatch(r"(final|patches|blocks:[1-9]\d*)(\+(final|patches|blocks:[1-9]\d*))*", text):
+        raise ValueError(text)
+    return text
+
+
+def _words_of(choices: Any) -> Callable[[str | None], str | None]:
     """A callback that refuses a comma-separated list of words other than these."""
     words = get_args(choices)
 
-    def check(text: str) -> str:
+    def check(text: str | None) -> str | None:
+        if text is None:
+            return None
         wrong = [word for word in text.split(",") if word not in words]
         if wrong:
             raise typer.BadParameter(f"{', '.join(wrong)}: expected {', '.join(words)}.")
@@ -85,16 +130,48 @@ class GridOptions:
     """The tasks that are trained at once."""
 
     regime: Annotated[
-        str,
+        str | None,
         typer.Option(
             callback=_words_of(Regime),
-            help="What is trained: head, class, memory, or several of these, separated by commas; or one of "
-            "memory-unmasked, propagated, additive and full.",
+            help="What is trained: head, class, memory, reader, or several of these, separated by commas; or one of "
+            "memory-unmasked, propagated, additive and full.  [default: head, class, memory and reader, all at once; "
+            "memory or reader alone if an option of theirs is given]",
+            show_default=False,
         ),
-    ] = "memory"
+    ] = None
     memory: Annotated[
-        str, typer.Option(help="Memory cells per block: 5, or several: 0,1,5.", callback=_list_of(int, "whole numbers"))
-    ] = "5"
+        str | None,
+        typer.Option(
+            help="Memory cells per block: 5, or several: 0,1,5.  [default: 5; 0 for readers]",
+            callback=_list_of(int, "whole numbers"),
+        ),
+    ] = None
+    rank: Annotated[
+        str | None,
+        typer.Option(
+            help="Rank of a reader's low-rank updates, or several: 4,8; none for no updates.  [default: 8]",
+            callback=_list_of(_read_rank, "whole numbers or none"),
+        ),
+    ] = None
+    gains: Annotated[
+        bool | None, typer.Option("--gains/--no-gains", help="Gains of a reader.  [default: gains]", show_default=False)
+    ] = None
+    projections: Annotated[
+        str | None,
+        typer.Option(
+            help="Projections that a reader updates, joined by +, of q, k, v, o, fc1 and fc2; several choices are "
+            "separated by commas.  [default: q+o]",
+            callback=_list_of(_read_projections, "q, k, v, o, fc1 or fc2, joined by +"),
+        ),
+    ] = None
+    read_out: Annotated[
+        str | None,
+        typer.Option(
+            help="What a reader's head reads: final, patches (their mean too), blocks:N (the last N blocks), or both "
+            "joined by +; several choices are separated by commas.  [default: final]",
+            callback=_list_of(_read_read_out, "final, patches, blocks:N or blocks:N+patches"),
+        ),
+    ] = None
     start: Annotated[
         str,
         typer.Option(
@@ -106,16 +183,39 @@ class GridOptions:
         str, typer.Option(help="Seeds of new tasks: 0, or several: 0,1,2.", callback=_list_of(int, "whole numbers"))
     ] = "0"
 
-    def build(self) -> "Grid":
-        """Every combination."""
-        from vit_memory.training.grid import Grid
+    @property
+    def reader_options(self) -> bool:
+        """Whether an option that only readers have was given."""
+        return any(option is not None for option in (self.rank, self.gains, self.projections, self.read_out))
 
-        return Grid(
-            regimes=tuple(self.regime.split(",")),  # type: ignore[arg-type]
-            cells=tuple(map(int, self.memory.split(","))),
-            starts=tuple(self.start.split(",")),  # type: ignore[arg-type]
-            seeds=tuple(map(int, self.seeds.split(","))),
-        )
+    def build(self) -> "Grid":
+        """Every combination; without any option about regimes, the ladder."""
+        from vit_memory.training.grid import LADDER, Grid
+
+        values: dict[str, Any] = {
+            "starts": tuple(self.start.split(",")),
+            "seeds": tuple(map(int, self.seeds.split(","))),
+        }
+        if self.regime is None and self.memory is None and not self.reader_options:
+            return replace(LADDER, **values)
+        regimes = tuple((self.regime or ("reader" if self.reader_options else "memory")).split(","))
+        if self.reader_options and "reader" not in regimes:
+            raise typer.BadParameter(
+                f"--rank, --gains, --projections and --read-out are for --regime reader, not {', '.join(regimes)}."
+            )
+        if self.memory is not None:
+            values["cells"] = tuple(map(int, self.memory.split(",")))
+            if "reader" in regimes:
+                values["reader_cells"] = values["cells"]
+        if self.rank is not None:
+            values["ranks"] = tuple(map(_read_rank, self.rank.split(",")))
+        if self.gains is not None:
+            values["gains"] = (self.gains,)
+        if self.projections is not None:
+            values["projections"] = tuple(map(_read_projections, self.projections.split(",")))
+        if self.read_out is not None:
+            values["read_outs"] = tuple(self.read_out.split(","))
+        return Grid(regimes=regimes, **values)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -136,9 +236,20 @@ class RecipeOptions:
         Literal["default", "paper"],
         typer.Option(help="Recipe that the other options change; paper: 20 000 steps of 512 images, always new views."),
     ] = "default"
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.  [default: 300]")] = None
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.  [default: 300; 150 with readers]")] = None
     batch: Annotated[int | None, typer.Option(min=1, help="Images per step.  [default: 64]")] = None
-    optimiser: Annotated[Optimiser, typer.Option(help="Optimiser.")] = "sgd"
+    optimiser: Annotated[
+        Optimiser | None, typer.Option(help="Optimiser.  [default: sgd; adamw with readers]", show_default=False)
+    ] = None
+    rate_factors: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PART=FACTOR,…",
+            help="Factors on the learning rate, such as head=0.3,gains=10, of head, token, cells, gains and low-rank.  "
+            "[default: 1; with adamw token=3,cells=3,gains=10]",
+            callback=_list_of(_read_factor, "PART=FACTOR, such as gains=10"),
+        ),
+    ] = None
     augment: Annotated[Augment, typer.Option(help="Augmentation of training images.")] = "inception"
     flip: Annotated[bool, typer.Option(help="Mirror half of the views; not for digits or letters.")] = True
     label_smoothing: Annotated[float, typer.Option(min=0, max=0.99, help="Label smoothing.")] = 0.0
@@ -150,23 +261,35 @@ class RecipeOptions:
         typer.Option(min=0, help="Fixed views per image, one per epoch in turn; 0: always new views.  [default: 8]"),
     ] = None
     evaluate_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between evaluations on the validation images.  [default: 50]")
+        int | None,
+        typer.Option(min=1, help="Steps between evaluations on the validation images.  [default: 50; 25 with readers]"),
+    ] = None
+    keep_best: Annotated[
+        bool | None,
+        typer.Option(
+            "--keep-best/--keep-last",
+            help="End with the weights of the best evaluation, or with the last.  [default: last; best with readers]",
+            show_default=False,
+        ),
     ] = None
     patience: Annotated[
         int | None, typer.Option(min=1, help="End after N evaluations without a better validation score.")
     ] = None
     seed: Annotated[int, typer.Option(min=0, help="Seed of splits, order and augmentation.")] = 0
 
-    def build(self) -> "Recipe":
-        """The chosen recipe with the given options."""
+    def build(self, grid: "Grid") -> "Recipe":
+        """The chosen recipe, or the default one for this grid, with the given options."""
         from vit_memory.training.recipe import AUTO_RATES, Recipe
 
+        base = Recipe.paper() if self.recipe == "paper" else Recipe.for_regimes(grid.regimes)
         values = _same_named(self, Recipe)
         if self.views == 0:
             values["views"] = None
-        rates = AUTO_RATES[self.optimiser] if self.lr == "auto" else tuple(map(float, self.lr.split(",")))
+        if self.rate_factors is not None:
+            values["rate_factors"] = dict(map(_read_factor, self.rate_factors.split(",")))
+        optimiser = self.optimiser or base.optimiser
+        rates = AUTO_RATES[optimiser] if self.lr == "auto" else tuple(map(float, self.lr.split(",")))
         decays = tuple(map(float, self.weight_decay.split(",")))
-        base = Recipe.paper() if self.recipe == "paper" else Recipe()
         return replace(base, learning_rates=rates, weight_decays=decays, **values)
 
 
