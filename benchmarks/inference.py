@@ -1,12 +1,14 @@
 """What tasks cost at inference: ratios to the library's own forward, beside the FLOP limit and the alternatives.
 
     python -m benchmarks.inference --json out.json
+    python -m benchmarks.inference --readers --json out.json --keep     # tasks with learned readers instead of memory
 
 ViT-B/32 and ViT-B/16 of transformers with random weights (costs do not depend on their values), 224 px, float32,
-5 memory cells per block, 10 classes per task. Each row holds, as multiples of the plain forward of the same batch:
+5 memory cells per block (or readers of rank 8 with gains), 10 classes per task. Each row holds, as multiples of the
+plain forward of the same batch:
 
     ratio        the fused pass with all tasks
-    flop_limit   (tokens + tasks) / tokens, what the linear layers alone cost
+    flop_limit   (tokens + tasks) / tokens, what the linear layers alone cost, low-rank updates included
     dense        the dense reference: everything concatenated under one mask
     separate     one model per task: as many plain forwards as tasks (left out where one call would take over 30 s)
 
@@ -17,6 +19,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +28,39 @@ from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification
 
 from benchmarks.measure import commit, compare, kept_rows, seconds, write
-from vit_memory import Backbone, MemoryViT, load_backbone, new_task
+from vit_memory import Backbone, MemoryViT, Task, load_backbone, new_task
 from vit_memory.reference import dense_forward
 
 LONGEST_CALL_S = 30.0
+RANK = 8
 
 
-def measure(library: nn.Module, backbone: Backbone, batch: int, count: int, budget_s: float) -> dict[str, object]:
+def tasks_of(backbone: Backbone, count: int, readers: bool) -> list[Task]:
+    """Tasks of 10 classes; nothing of a reader is zero, so that nothing is left out."""
+    labels = [str(label) for label in range(10)]
+    if not readers:
+        return [new_task(backbone, f"task-{i}", labels, cells=5) for i in range(count)]
+    tasks = [new_task(backbone, f"task-{i}", labels, regime="reader", rank=RANK, gains=True) for i in range(count)]
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=generator) * 0.02
+
+    return [replace(task, reader=task.reader.map(drawn)) for task in tasks if task.reader is not None]
+
+
+def measure(
+    library: nn.Module, backbone: Backbone, batch: int, count: int, budget_s: float, readers: bool
+) -> dict[str, object]:
     """One row: `count` tasks on a batch of `batch` images."""
     images = torch.randn(batch, 3, 224, 224)
-    tasks = [new_task(backbone, f"task-{i}", [str(label) for label in range(10)], cells=5) for i in range(count)]
+    tasks = tasks_of(backbone, count, readers)
     model = MemoryViT(backbone, tasks)
     patch = backbone.roles.patch_size[0]
     tokens = (224 // patch) ** 2 + 1
-    limit = (tokens + count) / tokens
+    # A row costs 12 D² multiply-adds per block; two updates of a reader add 2 · 2 · rank · D.
+    row = 1 + (4 * RANK / (12 * backbone.width) if readers else 0)
+    limit = (tokens + count * row) / tokens
 
     def plain() -> Tensor:
         logits: Tensor = library(pixel_values=images).logits
@@ -46,8 +68,8 @@ def measure(library: nn.Module, backbone: Backbone, batch: int, count: int, budg
 
     equal = torch.equal(model(images).original.logits, plain())
     ours = compare(lambda: model(images), plain, budget_s=budget_s)
-    row: dict[str, object] = {
-        "case": f"vit-b{patch}-batch{batch}-tasks{count}",
+    result: dict[str, object] = {
+        "case": f"vit-b{patch}-batch{batch}-{'readers' if readers else 'tasks'}{count}",
         "ratio": ours.median,
         "spread": ours.spread,
         "repeats": ours.repeats,
@@ -56,16 +78,18 @@ def measure(library: nn.Module, backbone: Backbone, batch: int, count: int, budg
         "original_equal": equal,
         "commit": commit(),
     }
-    if count:
+    if count and not readers:
         dense = compare(lambda: dense_forward(backbone, tasks, images), plain, budget_s=0, least=2)
-        row |= {"dense": dense.median, "dense_spread": dense.spread}
-    if 0 < count * seconds(plain) < LONGEST_CALL_S:
+        result |= {"dense": dense.median, "dense_spread": dense.spread}
+    if not readers and 0 < count * seconds(plain) < LONGEST_CALL_S:
         apart = compare(lambda: [plain() for _ in range(count)], plain, budget_s=0, least=1)
-        row |= {"separate": apart.median}
-    return row
+        result |= {"separate": apart.median}
+    return result
 
 
-def rows(patches: list[int], batches: list[int], counts: list[int], budget_s: float) -> Iterator[dict[str, object]]:
+def rows(
+    patches: list[int], batches: list[int], counts: list[int], budget_s: float, readers: bool
+) -> Iterator[dict[str, object]]:
     """One row per model, batch and number of tasks."""
     for patch in patches:
         torch.manual_seed(0)
@@ -73,7 +97,7 @@ def rows(patches: list[int], batches: list[int], counts: list[int], budget_s: fl
         backbone = load_backbone(library)
         for batch in batches:
             for count in counts:
-                yield measure(library, backbone, batch, count, budget_s)
+                yield measure(library, backbone, batch, count, budget_s, readers)
 
 
 def line(row: dict[str, object]) -> str:
@@ -87,11 +111,16 @@ def line(row: dict[str, object]) -> str:
     )
 
 
-def table(record: dict[str, Any]) -> str:
+CASE = r"vit-(b\d+)-batch(\d+)-(tasks|readers)(\d+)"
+
+
+def table(record: dict[str, Any], readers: bool = False) -> str:
     """A record as Markdown: the cost of tasks as multiples of the plain forward, FLOP limit in brackets."""
     cells: dict[tuple[str, str], dict[int, str]] = {}
     for row in record["rows"]:
-        model, batch, tasks = re.fullmatch(r"vit-(b\d+)-batch(\d+)-tasks(\d+)", row["case"]).groups()  # type: ignore[union-attr]
+        model, batch, kind, tasks = re.fullmatch(CASE, row["case"]).groups()  # type: ignore[union-attr]
+        if kind != ("readers" if readers else "tasks"):
+            continue
         cells.setdefault((model, batch), {})[int(tasks)] = f"{row['ratio']:.2f} ({row['flop_limit']:.2f})"
     counts = sorted({count for row in cells.values() for count in row})
     head = ["| ViT, batch |", *(f" {count} task{'s' if count != 1 else ''} |" for count in counts)]
@@ -110,18 +139,19 @@ def main() -> None:
     parser.add_argument("--patches", type=int, nargs="+", default=[32, 16])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--tasks", type=int, nargs="+", default=[0, 1, 4, 16, 64])
+    parser.add_argument("--readers", action="store_true", help="tasks with learned readers")
     parser.add_argument("--seconds", type=float, default=60.0, help="budget per row for the fused pass")
     parser.add_argument("--keep", action="store_true", help="keep the record's rows that are not measured again")
     parser.add_argument("--table", type=Path, help="print the Markdown table of a record instead of measuring")
     options = parser.parse_args()
     if options.table:
-        print(table(json.loads(options.table.read_text())))
+        print(table(json.loads(options.table.read_text()), options.readers))
         return
 
     done: list[dict[str, object]] = []
     print(f"{'case':28} {'ratio':>7} {'quartiles':>15} {'limit':>7} {'over':>6} {'dense':>7} {'separate':>9}")
     with torch.no_grad():
-        for row in rows(options.patches, options.batches, options.tasks, options.seconds):
+        for row in rows(options.patches, options.batches, options.tasks, options.seconds, options.readers):
             done.append(row)
             print(line(row), flush=True)
             if options.json:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vit_memory.files.bundle import Bundle
     from vit_memory.files.taskfile import load_task, save_task
     from vit_memory.graph import TaskGraph
+    from vit_memory.learned_reader import LearnedReader, LowRank, ReadOut
     from vit_memory.model import MemoryViT
     from vit_memory.outputs import Original, Outputs
     from vit_memory.preprocessing import Preprocessing
@@ -60,12 +61,15 @@ __all__ = [
     "FitResult",
     "GraphError",
     "ImageError",
+    "LearnedReader",
+    "LowRank",
     "MemoryViT",
     "NewerFormat",
     "Original",
     "Outputs",
     "Preprocessing",
     "Progress",
+    "ReadOut",
     "Recipe",
     "Task",
     "TaskError",
@@ -94,6 +98,7 @@ _HOMES = {
     "files.bundle": ("Bundle",),
     "files.taskfile": ("load_task", "save_task"),
     "graph": ("TaskGraph",),
+    "learned_reader": ("LearnedReader", "LowRank", "ReadOut"),
     "model": ("MemoryViT",),
     "outputs": ("Original", "Outputs"),
     "preprocessing": ("Preprocessing",),

@@ -26,7 +26,11 @@ DEFAULT_PROJECTIONS: tuple[Projection, ...] = ("q", "o")  # they carry almost al
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """A low-rank update of one projection in every block: its weight W acts as W + B A, as in LoRA with scaling 1."""
+    """A low-rank update of one projection in every block: its weight W acts as W + B A, as in LoRA with scaling 1.
+
+    >>> LowRank(A=torch.zeros(12, 8, 384), B=torch.zeros(12, 384, 8)).rank
+    8
+    """
 
     A: Tensor  # (L, r, in)
     B: Tensor  # (L, out, r)
@@ -42,6 +46,9 @@ class LearnedReader:
     """What a task learned about how its class token reads.
 
     Gains are kept as differences from identity: zeros leave a token as it is. A scale of 0.1 multiplies by 1.1.
+
+    >>> str(new_task(backbone, "pets", ["cat", "dog"], regime="reader", rank=8, gains=True).reader)
+    'rank 8 + gains'
     """
 
     gains: Tensor | None = None  # (L, 6, D): see GAINS

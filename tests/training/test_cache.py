@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data.test_sources import pictures, write_folder
-from training.test_sweep import FACTS, assert_same_weights, backbone, coloured, fresh  # noqa: F401 - a fixture
+from training.test_sweep import FACTS, READER, assert_same_weights, backbone, coloured, fresh  # noqa: F401 - a fixture
 from vit_memory import load_backbone
 from vit_memory.data.images import ImageArray, ImageFiles
 from vit_memory.data.loading import Loader, default_workers
@@ -32,7 +32,12 @@ RECIPE = Recipe(steps=14, batch=8, chunk=5, views=2, learning_rates=(0.1, 0.3), 
 
 
 def train(backbone, cache, recipe=RECIPE):  # noqa: F811
-    tasks = [fresh(backbone, 3), fresh(backbone, regime="class"), fresh(backbone, regime="head")]
+    tasks = [
+        fresh(backbone, 3),
+        fresh(backbone, regime="class"),
+        fresh(backbone, regime="head"),
+        fresh(backbone, **READER),  # with a read-out of the patches, which are stored too
+    ]
     return fit(backbone, tasks, coloured(20, 1), coloured(12, 2), recipe, options=TrainingOptions(cache=cache))
 
 
