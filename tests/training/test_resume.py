@@ -130,7 +130,7 @@ def test_killed_at_twenty_random_moments_and_resumed_it_ends_with_the_same_weigh
         return lines[:-1], lines[-1]
 
     events, expected = ended("whole")
-    assert len(expected.split()) == 4
+    assert len(expected.split()) == 6  # settings
     rng = random.Random(0)
     interrupted = []
     for i in range(20):
