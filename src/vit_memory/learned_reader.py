@@ -169,7 +169,8 @@ def new_reader(
     if rank is not None:
         check_rank(where, rank, width)
         check_projections(where, projections)
-        for projection, (inner, outer) in projection_sizes(where, backbone, tuple(projections)).items():
+        ordered = sorted(projections, key=PROJECTIONS.index)  # the order in which they were given makes no difference
+        for projection, (inner, outer) in projection_sizes(where, backbone, ordered).items():
             # Spread so that A x is of the scale of x: LayerNorm makes the entries of x about 1.
             A = torch.randn(depth, rank, inner, generator=generator) * inner**-0.5
             low_rank[projection] = LowRank(A, torch.zeros(depth, outer, rank))
