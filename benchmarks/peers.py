@@ -7,6 +7,7 @@ same recipe; the weights with the best validation accuracy are kept.
 
 import copy
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,8 +78,12 @@ def train_peer(
     recipe: Recipe,
     size: int,
     rate: float,
+    step_ends: list[float] | None = None,
 ) -> PeerResult:
-    """Train one peer with one learning rate (AdamW), and keep the weights of its best evaluation."""
+    """Train one peer with one learning rate (AdamW), and keep the weights of its best evaluation.
+
+    `step_ends` receives the time at the end of every step.
+    """
     torch.manual_seed(recipe.seed)  # LoRA's random half
     model = peer(method, backbone, classes)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -99,6 +104,8 @@ def train_peer(
         if recipe.clip is not None:
             nn.utils.clip_grad_norm_(trained, recipe.clip)
         optimiser.step()
+        if step_ends is not None:
+            step_ends.append(time.perf_counter())
         if (step + 1) % recipe.evaluate_every == 0 or step + 1 == recipe.steps:
             accuracy = float(correct(model, backbone, validation, size).float().mean())
             curve.append((step + 1, accuracy))

@@ -3,6 +3,7 @@
     pip install --no-deps peft                                                 # for LoRA and full
     python -m benchmarks.readers --json results/readers.json                   # resumes: rows in the record are kept
     python -m benchmarks.readers --json results/readers.json --only LoRA       # one group of methods
+    python -m benchmarks.readers --json results/readers.json --timing          # seconds per step, on a quiet machine
     python -m benchmarks.readers --table results/readers.json                  # the record as Markdown
 
 The five packs of ../shared/data that no backbone of ours was trained on, 20 training images per class, on the DINOv2-S
@@ -206,6 +207,83 @@ def right_of(row: Mapping[str, Any]) -> np.ndarray:
     return np.unpackbits(np.frombuffer(bytes.fromhex(row["right"]), dtype=np.uint8))[: row["test_images"]].astype(bool)
 
 
+# -------------------------------------------------------------------------------------------------------- what it costs
+
+TIMED_PACK, TIMED_STEPS = "aid30", 20
+
+
+def time_steps(backbone: Backbone, shared: Path) -> Iterator[dict[str, Any]]:
+    """Seconds per step of every method trained alone, and of storing a view: medians, on a machine that is idle."""
+    dataset = open_data(str(shared / "data" / TIMED_PACK), seed=0)
+    train, validation = images_of(dataset, 0)
+    start = time.perf_counter()
+    methods = [(method, sweep) for sweep in SWEEPS.values() for method in sweep.methods]
+    for i, (method, sweep) in enumerate(methods):
+        recipe = Recipe(steps=TIMED_STEPS, batch=BATCH, optimiser=sweep.optimiser, evaluate_every=10**6)
+        ends: list[float] = []
+        fit(
+            backbone,
+            [_task(backbone, "task", dataset.labels, sweep.methods[method], 0)],
+            train,
+            validation,
+            replace(recipe, learning_rates=(1e-3,), views=1),
+            options=TrainingOptions(cache=Cache("disk"), image_size=PIXELS, workers=default_workers()),
+            callbacks=Callbacks(
+                lambda p, ends=ends: ends.append(time.perf_counter()) if p.stage == "training" else None
+            ),  # type: ignore[misc]
+        )
+        if i == 0:
+            stored = (ends[0] - start) / (len(train) + len(validation))
+            yield {"case": "timing, storing a view", "method": "storing a view", "seconds": stored}
+        yield {"case": f"timing, {method}", "method": method, "seconds": float(np.median(np.diff(ends)[:-1]))}
+    for method in PEERS:
+        recipe = Recipe(steps=6, batch=BATCH, evaluate_every=10**6)
+        ends = []
+        peers.train_peer(method, backbone, train, validation, len(dataset.labels), recipe, PIXELS, 1e-4, ends)
+        yield {"case": f"timing, {method}", "method": method, "seconds": float(np.median(np.diff(ends)))}
+
+
+def seconds_to(rows: Sequence[Mapping[str, Any]], pack: str, method: str, accuracy: float) -> float | None:
+    """Training time until the validation accuracy, mean over seeds, reaches `accuracy`; None if it never does.
+
+    Methods that read a store pay for storing eight views of every image first.
+    """
+    own = [row for row in rows if row.get("pack") == pack and row["method"] == method]
+    cost = {row["method"]: row["seconds"] for row in rows if row["case"].startswith("timing")}
+    if not own or method not in cost:
+        return None
+    curve = np.mean([row["curve"] for row in own], axis=0)
+    reached = np.flatnonzero(curve >= accuracy - 1e-9)
+    if not len(reached):
+        return None
+    steps = EVALUATE_EVERY * (int(reached[0]) + 1)
+    epochs = math.ceil(steps / math.ceil(own[0]["images"] / BATCH))
+    views = 0 if method in PEERS else min(8, epochs) * own[0]["images"]
+    return float(steps * cost[method] + views * cost["storing a view"])
+
+
+def time_table(record: Mapping[str, Any]) -> str:
+    """Seconds to the validation accuracy that the best memory setting ends with, by pack."""
+    rows = record["rows"]
+    tested = [row for row in rows if "right" in row]
+    methods = [
+        m
+        for m in dict.fromkeys(row["method"] for row in tested)
+        if any(r["method"] == m and r["case"].startswith("timing") for r in rows)
+    ]
+    memory = best_memory(tested)
+    lines = [f"| method | s per step | {' | '.join(PACKS)} |", "|---|---|" + "---|" * len(PACKS)]
+    for method in methods:
+        cost = next(row["seconds"] for row in rows if row["case"] == f"timing, {method}")
+        times = []
+        for pack in PACKS:
+            wanted = np.mean([row["curve"][-1] for row in tested if (row["pack"], row["method"]) == (pack, memory)])
+            seconds = seconds_to(rows, pack, method, float(wanted))
+            times.append("never" if seconds is None else f"{seconds:.0f} s")
+        lines.append(f"| {method} | {cost:.3f} | {' | '.join(times)} |")
+    return "\n".join(lines)
+
+
 # --------------------------------------------------------------------------------------------------------- what it says
 
 
@@ -255,11 +333,17 @@ def mean_accuracy(rows: Sequence[Mapping[str, Any]], method: str, pack: str | No
     return math.nan if not all(values) else float(np.mean([np.mean(each) for each in values]))
 
 
+def best_memory(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The memory setting with the highest mean test accuracy: the hardest to beat."""
+    trained = {row["method"] for row in rows}
+    return max((method for method in MEMORY if method in trained), key=lambda method: mean_accuracy(rows, method))
+
+
 def table(record: Mapping[str, Any]) -> str:
     """The record as Markdown: test accuracy by pack, and differences on the mean over packs."""
     rows = [row for row in record["rows"] if "right" in row]
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    memory = max((m for m in MEMORY if m in methods), key=lambda m: mean_accuracy(rows, m))
+    memory = best_memory(rows)
     lines = [
         f"| method | parameters | file | {' | '.join(PACKS)} | mean | against {memory} | against LoRA |",
         "|---|---|---|" + "---|" * (len(PACKS) + 3),
@@ -296,6 +380,13 @@ def run(asked: argparse.Namespace) -> None:
     """Everything that is not in the record yet."""
     rows: list[dict[str, Any]] = json.loads(asked.json.read_text())["rows"] if asked.json.exists() else []
     backbone = load_backbone(asked.shared / "weights" / "dinov2-s14-reg-fp16", name=DINOV2)
+    notes = {"backbone": DINOV2, "pixels": PIXELS, "per_class": PER_CLASS, "batch": BATCH}
+    if asked.timing:
+        timed = [{**row, "commit": commit()} for row in time_steps(backbone, asked.shared)]
+        for row in timed:
+            print(f"{row['case']:60} {row['seconds']:.4f} s", flush=True)
+        write(asked.json, [row for row in rows if not row["case"].startswith("timing")] + timed, **notes)
+        return
     for seed in range(asked.seeds):
         for pack in asked.packs:
             dataset = open_data(str(asked.shared / "data" / pack), seed=seed)
@@ -316,11 +407,12 @@ def run(asked: argparse.Namespace) -> None:
                     rows.append({"case": case, "pack": pack, "seed": seed, **row, "commit": commit()})
                     print(f"{case:60} {100 * row['test']:5.1f} %  rate {row['rate']:g}", flush=True)
                 print(f"  {group}: {time.perf_counter() - start:.0f} s", flush=True)
-                write(asked.json, rows, backbone=DINOV2, pixels=PIXELS, per_class=PER_CLASS, batch=BATCH)
+                write(asked.json, rows, **notes)
+    write(asked.json, rows, **notes)
 
 
 def _is(row: Mapping[str, Any], pack: str, method: str, seed: int) -> bool:
-    return (row["pack"], row["method"], row["seed"]) == (pack, method, seed)
+    return (row.get("pack"), row["method"], row.get("seed")) == (pack, method, seed)
 
 
 def _rates(rows: Sequence[Mapping[str, Any]], group: str, pack: str, method: str, seed: int) -> tuple[float, ...]:
@@ -338,10 +430,12 @@ def main() -> None:
     parser.add_argument("--packs", nargs="+", default=list(PACKS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", choices=[*SWEEPS, *PEERS], help="one group of methods")
+    parser.add_argument("--timing", action="store_true", help="measure seconds per step instead")
     parser.add_argument("--table", type=Path, help="print a record as Markdown instead")
     asked = parser.parse_args()
     if asked.table:
-        print(table(json.loads(asked.table.read_text())))
+        record = json.loads(asked.table.read_text())
+        print(f"{table(record)}\n\n{time_table(record)}")
         return
     if asked.json is None:
         parser.error("give --json: the record is how it resumes.")
