@@ -39,7 +39,7 @@ def train(name: str, pack: Path, seed: int) -> dict[str, Any]:
         "kept": task.method,
         "parameters": task.parameters,
         "validation": task.record.metrics["validation_accuracy"],
-        "test": scores["accuracy"],
+        "test": scores["top1"],
         "test_images": scores["images"],
     }
 

@@ -12,6 +12,7 @@ from sklearn import metrics as sklearn
 
 from builders import tiny_backbone, trained
 from vit_memory.average_precision import average_precision, best_thresholds
+from vit_memory.evaluation.metrics import score_task
 from vit_memory.evaluation.metrics.multi_label import score_multi_label
 from vit_memory.evaluation.metrics.regression import score_regression
 from vit_memory.evaluation.metrics.single_label import score_single_label
@@ -87,3 +88,10 @@ def test_predictions_say_what_is_present_or_how_much():
     (found,) = predictions(values, torch.tensor([[1.25]]))
     assert found.as_json() == {"values": {"height": 1.25}}
     assert "height 1.25" in found.text()
+
+
+def test_a_task_that_answers_nan_is_named_and_scores_nothing(caplog):
+    task = trained(tiny_backbone(), "broken")
+    scores = score_task(task, torch.tensor([[float("nan")] * 3, [0.0, 2.0, 0.0]]), torch.tensor([0, 1]))
+    assert scores.accuracy == 0.5
+    assert "task broken: its output is NaN or infinite for 1 of 2 images" in caplog.text

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 
 from builders import ROUNDING, graph_shapes, images, tiny_backbone, trained, variant_params, worst
-from vit_memory import FileError, MemoryViT, TaskError, load_task, new_task, save_task
+from vit_memory import FileError, MemoryViT, Task, TaskError, load_task, new_task, save_task
 from vit_memory.files.card import card, facts
 from vit_memory.files.container import read_container, write_container
 from vit_memory.learned_reader import LearnedReader, LowRank, ReadOut
@@ -134,6 +134,8 @@ def test_a_digest_depends_on_every_part_of_a_reader_and_on_the_read_out():
         ({"rank": 4, "projections": ()}, r"low-rank updates of no projection"),
         ({"gains": True, "read_out": "all"}, r"read-out 'all': expected final, patches, blocks:N"),
         ({"gains": True, "read_out": "blocks:0"}, r"read-out 'blocks:0': expected"),
+        ({"gains": True, "read_out": "blocks:2+blocks:3"}, r"read-out 'blocks:2\+blocks:3': expected"),
+        ({"gains": True, "read_out": "patches:2"}, r"read-out 'patches:2': expected"),
         ({"gains": True, "read_out": "blocks:9"}, r"a read-out of the last 9 blocks; the backbone has 3"),
         ({}, r"a reader without gains, low-rank updates or read-outs has nothing to learn"),
         ({"regime": "memory", "rank": 4}, r"a rank, gains and a read-out belong to regime 'reader', .* 'memory'"),
@@ -188,12 +190,19 @@ def test_a_file_with_a_wrong_reader_is_refused_and_stays(tmp_path):
         assert path.read_bytes() == before
 
     name = "blocks.1.q.lora_A.weight"
-    refused({}, r"q.lora_A.weight: 2 of 3 blocks", without=(name,))
+    refused({}, r"11 tensors of low-rank updates of q, o, expected 12", without=(name,))
+    moved = {"blocks.3.q.lora_A.weight": sound[name]}
+    refused(moved, r"q.lora_A.weight: 2 of 3 blocks", without=(name,))
+    refused({f"blocks.{i}.q.lora_A.weight": torch.tensor(1.0) for i in range(3)}, r"of the shapes \[\(\)\]")
+    refused({"memory": torch.zeros(0, 0, 32)}, r"memory is \(0, 0, 32\)")
+    refused({"memory": torch.zeros(50_000_000, 0, 32)}, r"memory is \(50000000, 0, 32\)")
+    deep = metadata["task"].replace('"depth":3', '"depth":900000000000')
+    refused({}, r"12 tensors of low-rank updates of q, o, expected 3600000000000", metadata={**metadata, "task": deep})
     refused({name: torch.zeros(3, 32)}, r"q.lora_A.weight: 3 of 3 blocks, of the shapes \[\(2, 32\), \(3, 32\)\]")
     refused({name: torch.full((2, 32), float("nan"))}, r"blocks.1.q.lora_A.weight holds NaN or infinite values")
     refused({"gains": torch.zeros(3, 6, 31)}, r"gains is \(3, 6, 31\)")
     refused({}, r"the description of the reader is", without=("gains",))
-    refused({"blocks.3.q.lora_A.weight": torch.zeros(2, 32)}, r"13 tensors of low-rank updates, expected 12")
+    refused({"blocks.3.q.lora_A.weight": torch.zeros(2, 32)}, r"13 tensors of low-rank updates of q, o, expected 12")
     refused({"blocks.1.x.lora_A.weight": torch.zeros(2, 32)}, r"unknown tensors: \['blocks.1.x.lora_A.weight'\]")
     old = {**metadata, "format": "vit-memory-task/4"}
     refused({}, r"written in format vit-memory-task/4; this version reads up to vit-memory-task/3", metadata=old)
@@ -209,3 +218,13 @@ def test_attention_of_a_reader_is_explained_as_that_of_any_task():
     for name in ("gains", "both", "child"):
         explanation = model.explain(images(1), name)
         assert worst(explanation.total(), torch.ones(3, backbone.heads)) <= ROUNDING
+
+
+def test_a_reader_of_every_projection_of_many_blocks_is_saved_and_read_back(tmp_path):
+    """A header of 120 blocks with six updates each lists 1 440 tensors."""
+    identity = replace(tiny_backbone().identity, depth=120)
+    updates = {p: LowRank(torch.ones(120, 1, 32), torch.ones(120, 32, 1)) for p in ("q", "k", "v", "o", "fc1", "fc2")}
+    head = torch.zeros(3, 32), torch.zeros(3), torch.zeros(32), torch.zeros(120, 0, 32)
+    task = Task("deep", ("a", "b", "c"), *head, identity, regime="reader", reader=LearnedReader(None, updates))
+    save_task(task, tmp_path / "deep.safetensors")
+    assert load_task(tmp_path / "deep.safetensors").digest == task.digest

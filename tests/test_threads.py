@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from builders import ROUNDING, images, tiny_backbone, trained, worst
+from builders import ROUNDING, images, tiny_backbone, trained, variant_params, worst
 from vit_memory import MemoryViT, TaskGraph, UnknownTask
 
 WRITERS, EACH = 4, 20
@@ -125,8 +125,9 @@ def test_explain_works_on_the_tasks_it_began_with(monkeypatch):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_a_model_answers_alike_and_changes_apart(duplicate):
-    backbone = tiny_backbone("dinov3-vit")
+@pytest.mark.parametrize("variant", variant_params(quick=("vit", "dinov3-vit", "clip-vision", "timm-vit:augreg")))
+def test_a_copy_of_a_model_answers_alike_and_changes_apart(duplicate, variant):
+    backbone = tiny_backbone(variant)
     model = MemoryViT(backbone, [trained(backbone, "task")])
     expected = model(images())["task"]
     twin = duplicate(model)

@@ -17,7 +17,7 @@ Check = Literal["decode", "headers", "none"]  # decode every image, read its hea
 Augment = Literal["inception", "randaugment", "pad-crop", "none"]
 
 Optimiser = Literal["sgd", "adamw"]
-Part = Literal["head", "token", "cells", "gains", "low-rank"]  # of a task: each has its own factor on the learning rate
+Part = Literal["head", "token", "cells", "gains", "low_rank"]  # of a task: each has its own factor on the learning rate
 CacheMode = Literal["auto", "ram", "disk", "off"]
 Storage = Literal["ram", "disk", "off"]  # where the trunks of a training are; off: computed when needed
 CacheDtype = Literal["float16", "bfloat16", "float32"]

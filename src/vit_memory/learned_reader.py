@@ -122,19 +122,17 @@ class ReadOut:
         """From text: final, patches, blocks:N, or several joined by +. Raises TaskError for anything else."""
         if isinstance(text, ReadOut):
             return text
-        blocks, patches = 1, False
-        for part in text.split("+"):
-            name, _, number = part.strip().partition(":")
-            if name == "blocks" and number.isdecimal() and int(number) >= 1:
-                blocks = int(number)
-            elif part.strip() == "patches":
-                patches = True
-            elif part.strip() != "final":
-                raise TaskError(
-                    f"read-out {text!r}: expected final, patches, blocks:N, or several joined by +, "
-                    f"such as blocks:4+patches."
-                )
-        return cls(blocks, patches)
+        parts = [part.strip().partition(":") for part in text.split("+")]  # (name, ":" or "", number or "")
+        names = [name for name, _, _ in parts]
+        numbers = {name: number for name, _, number in parts}
+        blocks = numbers.pop("blocks", "1")
+        fine = set(numbers) <= {"final", "patches"} and not any(numbers.values()) and len(set(names)) == len(names)
+        if not fine or not blocks.isdecimal() or int(blocks) < 1:
+            raise TaskError(
+                f"read-out {text!r}: expected final, patches, blocks:N, or several joined by +, such as "
+                f"blocks:4+patches."
+            )
+        return cls(int(blocks), "patches" in names)
 
     def __str__(self) -> str:
         parts = [f"blocks:{self.blocks}"] * (self.blocks > 1) + ["patches"] * self.patches
@@ -169,7 +167,7 @@ def new_reader(
     if rank is not None:
         check_rank(where, rank, width)
         check_projections(where, projections)
-        ordered = sorted(projections, key=PROJECTIONS.index)  # the order in which they were given makes no difference
+        ordered = sorted(projections, key=projection_order)  # the order in which they were given makes no difference
         for projection, (inner, outer) in projection_sizes(where, backbone, ordered).items():
             # Spread so that A x is of the scale of x: LayerNorm makes the entries of x about 1.
             A = torch.randn(depth, rank, inner, generator=generator) * inner**-0.5
@@ -192,6 +190,11 @@ def projection_sizes(
                 )
             sizes[projection] = here[projection].inner, here[projection].outer
     return sizes
+
+
+def projection_order(projection: Projection) -> int:
+    """A key to sort projections by."""
+    return PROJECTIONS.index(projection)
 
 
 def check_rank(where: str, rank: int, width: int) -> None:

@@ -16,8 +16,9 @@ from vit_memory.graph import TaskGraph
 from vit_memory.learned_reader import LearnedReader, LowRank
 from vit_memory.training.callbacks import Callbacks, Progress
 from vit_memory.training.fit import fit
+from vit_memory.training.grid import Grid
 from vit_memory.training.options import TrainingOptions
-from vit_memory.training.recipe import RATE_FACTORS, Recipe
+from vit_memory.training.recipe import RateFactors, Recipe
 from vit_memory.training.sweep import Setting
 from vit_memory.training.trunk_sweep import TrunkSweep
 from vit_memory.trunk import run_trunk
@@ -114,10 +115,10 @@ def test_the_optimisers_are_those_of_torch_with_a_rate_for_every_part(backbone, 
         "class_token": "token",
         "memory": "cells",
         "gains": "gains",
-        "q.lora_A": "low-rank",
-        "q.lora_B": "low-rank",
+        "q.lora_A": "low_rank",
+        "q.lora_B": "low_rank",
     }
-    factors = {name: RATE_FACTORS[optimiser][part_of.get(name, "head")] for name in theirs}
+    factors = {name: recipe.rate_factor(part_of.get(name, "head")) for name in theirs}
     groups = [{"params": [value], "lr": 0.01 * factors[name]} for name, value in theirs.items()]
     reference = (
         torch.optim.SGD(groups, momentum=0.9, weight_decay=0.1)
@@ -262,6 +263,63 @@ def test_a_setting_that_diverges_is_stopped_and_named_while_the_others_go_on(bac
     assert together.best is fine
     with pytest.raises(TrainingError, match=r"every setting diverged, the last at step 1: .*smaller learning rates"):
         fit(backbone, [broken], train, validation, recipe)
+
+
+def test_a_setting_that_answers_nan_after_its_last_step_is_stopped_and_not_kept(backbone, caplog):
+    """Its gradient was finite, its new weights are not: no later step would notice."""
+    recipe = Recipe(steps=1, batch=8, learning_rates=(0.1, 1e38), clip=None)
+    task = trained(backbone, "tint", labels=LABELS, regime="class")
+    result = fit(backbone, [task], coloured(16, 1), coloured(9, 2), recipe)
+    fine, stopped = result.settings
+    assert (stopped.score, stopped.stopped_at) == (None, 1)
+    assert result.best is fine
+    assert "rate 1e+38 diverged at step 1 and was stopped" in caplog.text
+    with pytest.raises(TrainingError, match="every setting diverged, the last at step 1"):
+        fit(backbone, [task], coloured(16, 1), coloured(9, 2), replace(recipe, learning_rates=(1e38,)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tasks_are_trained_on_a_backbone_in_half_precision(dtype):
+    """Trained parameters stay float32; with and without parents, whose tokens are in the backbone's precision."""
+    backbone = load_backbone(tiny_backbone().model, preprocessing=FACTS, dtype=dtype)
+    parent = trained(backbone, "colour", regime="reader", rank=2, gains=True)
+    for parents in ([], [parent]):
+        methods = [{}, {"regime": "class"}, {"regime": "head"}, READER]
+        tasks = [fresh(backbone, parents=parents, **method) for method in methods]
+        recipe = replace(Recipe.reader(), steps=4, batch=8, evaluate_every=2)
+        result = fit(backbone, tasks, coloured(16, 1), coloured(9, 2), recipe, parents=parents)
+        assert all(one.score is not None for one in result.settings)
+        assert all(values.dtype == torch.float32 for values in parts(result.settings[-1].task).values())
+
+
+def test_equal_points_of_a_grid_are_one_task(backbone):
+    grid = Grid(
+        ("reader", "class", "memory"),
+        cells=(0, 2),
+        projections=(("q", "o"), ("o", "q")),
+        read_outs=("final", "blocks:1", "patches", "final+patches"),
+        ranks=(None, 4),
+    )
+    tasks = grid.tasks(backbone, "tint", LABELS, ())
+    assert [task.method for task in tasks] == [
+        "gains",
+        "gains + patches",
+        "rank 4 + gains",
+        "rank 4 + gains + patches",
+        "class",
+        "2 cells",
+    ]
+    assert len({task.digest for task in tasks}) == 6
+
+
+def test_a_recipe_is_a_value_and_its_record_leaves_out_what_changes_nothing():
+    assert hash(Recipe()) == hash(Recipe(steps=300))
+    assert "rate_factors" not in Recipe().record()
+    assert "keep_best" not in Recipe().record()
+    assert Recipe(optimiser="adamw").record()["rate_factors"]["gains"] == 10.0
+    assert "rate_factors" not in Recipe(optimiser="adamw", rate_factors=RateFactors()).record()
+    with pytest.raises(TrainingError, match=r"rate_factors is RateFactors\(head=-1.0.*expected factors of 0 or more"):
+        Recipe(rate_factors=RateFactors(head=-1.0))
 
 
 def test_what_cannot_be_trained_is_refused_before_any_work(backbone):

@@ -108,6 +108,7 @@ def list_tasks(folder: BundleFolder, as_json: AsJson = False) -> None:
     from vit_memory.files.card import counted, facts
 
     bundle = Bundle.open(folder)
+    methods = {entry.name: bundle.task(entry.name).method for entry in bundle.entries}
     tasks = [facts(bundle.path(entry), bundle.task(entry.name)) for entry in bundle.entries]
     if as_json:
         typer.echo(json.dumps(tasks, indent=2, ensure_ascii=False))
@@ -118,7 +119,7 @@ def list_tasks(folder: BundleFolder, as_json: AsJson = False) -> None:
     for task in tasks:
         parents = ", ".join(parent["name"] for parent in task["parents"]) or "-"
         typer.echo(
-            f"  {task['name']:24} {task['regime']:7} {task['memory_size']:3} cells  {len(task['labels']):5} labels  "
+            f"  {task['name']:24} {methods[task['name']]:18}  {len(task['labels']):5} labels  "
             f"{task['bytes'] / 1000:8.1f} kB  extends {parents}"
         )
 

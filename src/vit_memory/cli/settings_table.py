@@ -22,7 +22,7 @@ def print_settings(result: "FitResult") -> None:
     """
     diverged = [one for one in result.settings if one.score is None]
     if len(result.ladder) > 1:
-        _print(("method", "rate", "parameters", f"validation {result.metric}", "gain"), _ladder_rows(result))
+        _print(("method", "setting", "parameters", f"validation {result.metric}", "gain"), _ladder_rows(result))
         for one in diverged:
             typer.echo(f"{one.setting.name}: diverged at step {one.stopped_at}")
         return
@@ -40,8 +40,8 @@ def _ladder_rows(result: "FitResult") -> list[tuple[str, ...]]:
         gain = "" if highest is None else f"{scale * (one.score - highest):+.{digits}f}"
         highest = one.score if highest is None else max(highest, one.score)
         method = f"{one.task.method}{'  <- kept' if one is result.best else ''}"
-        rate = f"{one.setting.learning_rate:g}"
-        rows.append((method, rate, str(one.task.parameters), _score(result, one), gain))
+        setting = one.setting.name.removeprefix(f"{one.task.method}, ")
+        rows.append((method, setting, str(one.task.parameters), _score(result, one), gain))
     return rows
 
 

@@ -4,7 +4,7 @@ A new option of a recipe is a field of `Recipe` and a field of `RecipeOptions` w
 `TrainingOptions` and `MachineOptions`.
 """
 
-import re
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from vit_memory.choices import (
     Optimiser,
     Part,
     PrecisionOrAuto,
-    Projection,
     Regime,
     Start,
 )
@@ -59,24 +58,19 @@ def _read_rank(text: str) -> int | None:
     return int(text)
 
 
-def _read_projections(text: str) -> tuple[str, ...]:
-    names = tuple(text.split("+"))
-    if not set(names) <= set(get_args(Projection)) or len(set(names)) < len(names):
-        raise ValueError(text)
-    return names
-
-
 def _read_factor(text: str) -> tuple[str, float]:
     part, _, factor = text.partition("=")
-    if part not in get_args(Part):
+    name = part.replace("-", "_")
+    if name not in get_args(Part) or not 0 <= float(factor) < math.inf:
         raise ValueError(text)
-    return part, float(factor)
+    return name, float(factor)
 
 
-def _read_read_out(text: str) -> str:
-    if not re.fullmatch(r"(final|patches|blocks:[1-9]\d*)(\+(final|patches|blocks:[1-9]\d*))*", text):
-        raise ValueError(text)
-    return text
+def _read_factors(text: str) -> dict[str, float]:
+    pairs = [_read_factor(part) for part in text.split(",")]
+    if len(dict(pairs)) < len(pairs):
+        raise typer.BadParameter(f"--rate-factors {text}: a part is given twice.")
+    return dict(pairs)
 
 
 def _words_of(choices: Any) -> Callable[[str | None], str | None]:
@@ -161,7 +155,6 @@ class GridOptions:
         typer.Option(
             help="Projections that a reader updates, joined by +, of q, k, v, o, fc1 and fc2; several choices are "
             "separated by commas.  [default: q+o]",
-            callback=_list_of(_read_projections, "q, k, v, o, fc1 or fc2, joined by +"),
         ),
     ] = None
     read_out: Annotated[
@@ -169,7 +162,6 @@ class GridOptions:
         typer.Option(
             help="What a reader's head reads: final, patches (their mean too), blocks:N (the last N blocks), or both "
             "joined by +; several choices are separated by commas.  [default: final]",
-            callback=_list_of(_read_read_out, "final, patches, blocks:N or blocks:N+patches"),
         ),
     ] = None
     start: Annotated[
@@ -209,10 +201,12 @@ class GridOptions:
                 values["reader_cells"] = values["cells"]
         if self.rank is not None:
             values["ranks"] = tuple(map(_read_rank, self.rank.split(",")))
+            if self.projections is not None and set(values["ranks"]) == {None}:
+                raise typer.BadParameter("--projections are updated with a --rank, which is none.")
         if self.gains is not None:
             values["gains"] = (self.gains,)
         if self.projections is not None:
-            values["projections"] = tuple(map(_read_projections, self.projections.split(",")))
+            values["projections"] = tuple(tuple(choice.split("+")) for choice in self.projections.split(","))
         if self.read_out is not None:
             values["read_outs"] = tuple(self.read_out.split(","))
         return Grid(regimes=regimes, **values)  # type: ignore[arg-type]
@@ -225,7 +219,7 @@ class RecipeOptions:
     lr: Annotated[
         str,
         typer.Option(
-            help="Learning rate, or several: 0.1,0.3; auto trains three at once.",
+            help="Learning rate, or several: 0.1,0.3; auto trains two or three at once.",
             callback=_list_of(float, "numbers or auto", or_word="auto"),
         ),
     ] = "auto"
@@ -279,15 +273,17 @@ class RecipeOptions:
 
     def build(self, grid: "Grid") -> "Recipe":
         """The chosen recipe, or the default one for this grid, with the given options."""
-        from vit_memory.training.recipe import AUTO_RATES, Recipe
+        from vit_memory.training.recipe import AUTO_RATES, RATE_FACTORS, Recipe
 
+        if self.keep_best is False and self.patience is not None:
+            raise typer.BadParameter("--patience ends with the best weights; it does not go with --keep-last.")
         base = Recipe.paper() if self.recipe == "paper" else Recipe.for_regimes(grid.regimes)
         values = _same_named(self, Recipe)
         if self.views == 0:
             values["views"] = None
-        if self.rate_factors is not None:
-            values["rate_factors"] = dict(map(_read_factor, self.rate_factors.split(",")))
         optimiser = self.optimiser or base.optimiser
+        if self.rate_factors is not None:
+            values["rate_factors"] = replace(RATE_FACTORS[optimiser], **_read_factors(self.rate_factors))
         rates = AUTO_RATES[optimiser] if self.lr == "auto" else tuple(map(float, self.lr.split(",")))
         decays = tuple(map(float, self.weight_decay.split(",")))
         return replace(base, learning_rates=rates, weight_decays=decays, **values)

@@ -104,7 +104,7 @@ class CLIPVision(VisionTower):
                 "pre_norm": pre_norm,
             },
             class_token=embeddings.class_embedding,
-            class_position=embeddings.position_embedding.weight[0],
+            class_position=embeddings.position_embedding.weight[0].detach(),
         )
         return replace(roles, pre_norm=pre_norm)
 

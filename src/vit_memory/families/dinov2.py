@@ -72,7 +72,7 @@ class DINOv2(TransformersFamily):
                 "positions": embeddings.position_embeddings,
             },
             class_token=embeddings.cls_token,
-            class_position=embeddings.position_embeddings[:, 0],
+            class_position=embeddings.position_embeddings[:, 0].detach(),
         )
 
     def library_forward(self, model: nn.Module, images: Tensor) -> Mapping[str, Tensor]:

@@ -166,7 +166,7 @@ class TimmViT:
                 "pooling": pooling,
             },
             class_token=timm_model.cls_token,
-            class_position=None if no_position else timm_model.pos_embed[:, 0],
+            class_position=None if no_position else timm_model.pos_embed[:, 0].detach(),
         )
 
     def preprocessing(self, model: nn.Module) -> Preprocessing | None:

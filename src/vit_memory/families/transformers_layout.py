@@ -337,7 +337,7 @@ class PlainViT(TransformersFamily):
                 "positions": embeddings.position_embeddings,
             },
             class_token=embeddings.cls_token,
-            class_position=embeddings.position_embeddings[:, 0],
+            class_position=embeddings.position_embeddings[:, 0].detach(),  # a graph could not be copied
         )
 
     def finish(self, model: nn.Module, core: nn.Module, norm: nn.Module, classifier: nn.Module | None) -> Finish:

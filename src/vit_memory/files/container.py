@@ -31,7 +31,9 @@ _ZEROS = "0" * 64
 _LARGEST_HEADER = 64 * 2**20
 # A label takes a few bytes in the header and a row of the head in the data. A header with far more items than its data
 # justifies would only fill memory: the two bytes of `[]` become a Python object of some sixty bytes.
-_FREE_ITEMS, _BYTES_PER_ITEM, _MOST_NESTED = 10_000, 16, 2_000
+_FREE_ITEMS, _BYTES_PER_ITEM = 10_000, 16
+# A tensor is three groups (itself, its shape, its place); those of a learned reader are small, but not this small.
+_FREE_GROUPS, _BYTES_PER_GROUP = 2_000, 16
 
 
 def write_container(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
@@ -116,7 +118,8 @@ def _read(path: Path) -> bytearray:
 
 def _parse(path: Path, text: bytes, data_bytes: int) -> dict[str, Any]:
     items, nested = text.count(b","), text.count(b"[") + text.count(b"{")
-    if items > _FREE_ITEMS + data_bytes // _BYTES_PER_ITEM or nested > _MOST_NESTED:
+    too_many_items = items > _FREE_ITEMS + data_bytes // _BYTES_PER_ITEM
+    if too_many_items or nested > _FREE_GROUPS + data_bytes // _BYTES_PER_GROUP:
         raise DamagedFile(f"{path}: the header lists {items} items in {nested} groups, more than its data justifies.")
     try:
         header = parse_json(text.decode())

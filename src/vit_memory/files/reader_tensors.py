@@ -11,7 +11,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from vit_memory.choices import Projection
 from vit_memory.errors import TaskError
 from vit_memory.learned_reader import PROJECTIONS, LearnedReader, LowRank
 
@@ -35,16 +34,18 @@ def reader_to_tensors(reader: LearnedReader) -> dict[str, Tensor]:
 
 def reader_from_tensors(tensors: Mapping[str, Tensor], depth: int) -> LearnedReader:
     """The reader whose tensors are among these. Raises TaskError if a block is missing or of another shape."""
-    found = {match.groups(): name for name in tensors if (match := _NAME.fullmatch(name))}
-    low_rank: dict[Projection, LowRank] = {}
-    for projection in PROJECTIONS:
-        if any(key[1] == projection for key in found):
-            low_rank[projection] = LowRank(
-                *(_stacked(tensors, depth, f"{projection}.lora_{side}.weight") for side in "AB")
-            )
-    expected = 2 * depth * len(low_rank)
-    if len(found) != expected:
-        raise TaskError(f"{len(found)} tensors of low-rank updates, expected {expected}: two per block and projection.")
+    found = [match.group(2) for name in tensors if (match := _NAME.fullmatch(name))]
+    projections = [projection for projection in PROJECTIONS if projection in found]
+    expected = 2 * depth * len(projections)
+    if len(found) != expected:  # before any loop over the depth, which a forged file may claim to be anything
+        raise TaskError(
+            f"{len(found)} tensors of low-rank updates of {', '.join(projections)}, expected {expected}: a lora_A and "
+            f"a lora_B for each of {depth} blocks."
+        )
+    low_rank = {
+        projection: LowRank(*(_stacked(tensors, depth, f"{projection}.lora_{side}.weight") for side in "AB"))
+        for projection in projections
+    }
     return LearnedReader(tensors.get("gains"), low_rank)
 
 
@@ -52,9 +53,11 @@ def _stacked(tensors: Mapping[str, Tensor], depth: int, name: str) -> Tensor:
     blocks = [tensors.get(f"blocks.{i}.{name}") for i in range(depth)]
     present = [block for block in blocks if block is not None]
     shapes = {tuple(block.shape) for block in present}
-    if len(present) < depth or len(shapes) > 1 or len({block.dtype for block in present}) > 1:
+    dtypes = {block.dtype for block in present}
+    if len(present) < depth or len(shapes) > 1 or len(dtypes) > 1 or any(block.dim() != 2 for block in present):
         raise TaskError(
-            f"{name}: {len(present)} of {depth} blocks, of the shapes {sorted(shapes)}; expected one shape for all."
+            f"{name}: {len(present)} of {depth} blocks, of the shapes {sorted(shapes)}; expected one shape, of a rank "
+            f"and a width, for all."
         )
     return torch.stack(present)
 

@@ -150,7 +150,8 @@ def _rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> T
         raise TaskError(
             f"memory_size is {description['memory_size']}, the memory has shape {tuple(tensors['memory'].shape)}."
         )
-    reader = reader_from_tensors(tensors, tensors["memory"].shape[0])
+    backbone = _backbone(description["backbone"])
+    reader = reader_from_tensors(tensors, backbone.depth)
     empty = not any(True for _ in reader.tensors())
     if description.get("reader", describe_reader(LearnedReader())) != describe_reader(reader):
         raise TaskError(f"the description of the reader is {description.get('reader')}, its tensors are another.")
@@ -161,7 +162,7 @@ def _rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> T
         head_bias=tensors["head.bias"],
         class_token=tensors.get("class_token"),
         memory=tensors["memory"],
-        backbone=_backbone(description["backbone"]),
+        backbone=backbone,
         regime=description["regime"],
         kind=description["kind"],
         parents=tuple(_text(parent["name"], "parents") for parent in parents),

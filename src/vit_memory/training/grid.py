@@ -10,7 +10,7 @@ import torch
 from vit_memory.backbone import Backbone
 from vit_memory.choices import Kind, Projection, Regime, Start
 from vit_memory.errors import TrainingError
-from vit_memory.learned_reader import DEFAULT_PROJECTIONS, FINAL, ReadOut
+from vit_memory.learned_reader import DEFAULT_PROJECTIONS, FINAL, ReadOut, check_projections, projection_order
 from vit_memory.regimes import REGIMES
 from vit_memory.task import Task, new_task
 
@@ -48,7 +48,7 @@ class Grid:
         """A new task for every point, without duplicates."""
         tasks: dict[tuple[Any, ...], Task] = {}
         for regime, start, seed in product(self.regimes, self.starts, self.seeds):
-            for trained, size, reader in self._points(regime):
+            for trained, size, reader in self._points(regime, name):
                 # Without a class token and cells there is no randomness: one task is enough.
                 one = (start, seed) if REGIMES[trained].class_token else ()
                 point = (trained, size, *reader.values(), *one)
@@ -69,26 +69,29 @@ class Grid:
                 )
                 record = replace(task.record, recipe={"start": start, "task_seed": seed})
                 tasks[point] = replace(task, record=record)
-        if not tasks:
-            raise TrainingError(
-                "the grid is empty: a reader without gains, a rank or a read-out has nothing to learn. Give it one of "
-                "them: --gains, --rank 8 or --read-out patches."
-            )
         return list(tasks.values())
 
-    def _points(self, regime: Regime) -> Iterator[tuple[Regime, int, dict[str, Any]]]:
+    def _points(self, regime: Regime, name: str) -> Iterator[tuple[Regime, int, dict[str, Any]]]:
         """The regime that is trained, its cells, and what its reader consists of."""
         if not REGIMES[regime].reader:
             for cells in self.cells:
                 trained: Regime = "class" if regime == "memory" and cells == 0 else regime
                 yield trained, cells if REGIMES[trained].cells else 0, {}
             return
+        if set(self.ranks) == {None} and not any(self.gains) and {ReadOut.parse(r) for r in self.read_outs} == {FINAL}:
+            raise TrainingError(
+                "a reader without gains, a rank or a read-out has nothing to learn. Give it one of them: --gains, "
+                "--rank 8 or --read-out patches."
+            )
         axes = product(self.reader_cells, self.ranks, self.gains, self.projections, self.read_outs)
         for cells, rank, gains, projections, read_out in axes:
             if rank is None and not gains and ReadOut.parse(read_out) == FINAL:
                 continue
-            used = DEFAULT_PROJECTIONS if rank is None else projections
-            yield regime, cells, {"rank": rank, "gains": gains, "projections": used, "read_out": read_out}
+            check_projections(f"task {name!r}", projections)
+            # Put so that equal choices are equal: o+q is q+o, and blocks:1 is final.
+            used = DEFAULT_PROJECTIONS if rank is None else tuple(sorted(projections, key=projection_order))
+            chosen = str(ReadOut.parse(read_out))
+            yield regime, cells, {"rank": rank, "gains": gains, "projections": used, "read_out": chosen}
 
 
 # What a training without further options tries, from the smallest task to the largest: `vit-memory train` prints the

@@ -36,8 +36,8 @@ class ReaderStacks:
         if gains:
             add("gains", "gains", gains)
         for (projection, rank), updates in updates_by_size(readers).items():
-            add(f"{projection}.{rank}.A", "low-rank", {i: update.A for i, update in updates.items()})
-            add(f"{projection}.{rank}.B", "low-rank", {i: update.B for i, update in updates.items()})
+            add(f"{projection}.{rank}.A", "low_rank", {i: update.A for i, update in updates.items()})
+            add(f"{projection}.{rank}.B", "low_rank", {i: update.B for i, update in updates.items()})
         return cls(readers, stacks)
 
     def groups(

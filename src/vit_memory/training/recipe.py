@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, get_args
 
 from vit_memory.choices import Augment, Optimiser, Part, Regime
@@ -11,11 +11,24 @@ from vit_memory.regimes import REGIMES
 
 # The default learning rates, all trained at once: around the best on datasets of 20 images per class.
 AUTO_RATES: Mapping[str, tuple[float, ...]] = {"sgd": (0.03, 0.1, 0.3), "adamw": (2e-3, 6e-3)}
-# A part of a task learns at the learning rate times its factor. AdamW's steps do not depend on the gradient's size, so
-# parts of different scale need different rates; SGD's do, and it was tuned with one rate for all.
-RATE_FACTORS: Mapping[Optimiser, Mapping[Part, float]] = {
-    "sgd": dict.fromkeys(get_args(Part), 1.0),
-    "adamw": {"head": 1.0, "token": 3.0, "cells": 3.0, "gains": 10.0, "low-rank": 1.0},
+
+
+@dataclass(frozen=True, slots=True)
+class RateFactors:
+    """Each part of a task learns at the learning rate times its factor."""
+
+    head: float = 1.0
+    token: float = 1.0
+    cells: float = 1.0
+    gains: float = 1.0
+    low_rank: float = 1.0
+
+
+# AdamW's steps do not depend on the size of the gradient, so parts of different scale need different rates. SGD's do,
+# and it was tuned with one rate for all.
+RATE_FACTORS: Mapping[Optimiser, RateFactors] = {
+    "sgd": RateFactors(),
+    "adamw": RateFactors(token=3.0, cells=3.0, gains=10.0),
 }
 
 
@@ -34,7 +47,7 @@ class Recipe:
     batch: int = 64
     optimiser: Optimiser = "sgd"
     learning_rates: tuple[float, ...] = AUTO_RATES["sgd"]
-    rate_factors: Mapping[Part, float] = field(default_factory=dict)  # instead of RATE_FACTORS, for some parts
+    rate_factors: RateFactors | None = None  # None: those of the optimiser in RATE_FACTORS
     weight_decays: tuple[float, ...] = (0.0,)
     momentum: float = 0.9  # SGD's; AdamW's are 0.9 and 0.999
     clip: float | None = 1.0  # largest norm of a setting's gradient
@@ -61,9 +74,10 @@ class Recipe:
                 ("learning_rates", "one or more, all above 0", _all(self.learning_rates, lambda r: r > 0)),
                 (
                     "rate_factors",
-                    f"factors of 0 or more for {', '.join(get_args(Part))}",
-                    set(self.rate_factors) <= set(get_args(Part))
-                    and all(math.isfinite(factor) and factor >= 0 for factor in self.rate_factors.values()),
+                    "factors of 0 or more",
+                    all(
+                        math.isfinite(factor) and factor >= 0 for factor in astuple(self.rate_factors or RateFactors())
+                    ),
                 ),
                 ("weight_decays", "one or more, none below 0", _all(self.weight_decays, lambda d: d >= 0)),
                 ("momentum", "0 up to 1", 0 <= self.momentum < 1),
@@ -118,21 +132,21 @@ class Recipe:
 
     def rate_factor(self, part: Part | None) -> float:
         """The factor on the learning rate of one part of a task; 1 for a backbone's weights."""
-        return 1.0 if part is None else self.rate_factors.get(part, RATE_FACTORS[self.optimiser][part])
+        factors = self.rate_factors or RATE_FACTORS[self.optimiser]
+        return 1.0 if part is None else float(getattr(factors, part))
 
     def record(self) -> dict[str, Any]:
         """Everything that decides the weights, as JSON values.
 
-        Fields that the first runs did not know are left out at their defaults, so that these runs can be resumed.
+        The fields that the first runs did not know are left out where they change nothing: those runs can be resumed.
         """
         values = asdict(self)
-        defaults = {each.name: getattr(_DEFAULTS, each.name) for each in fields(self)}
-        for name in ("rate_factors", "keep_best"):
-            if values[name] == defaults[name]:
-                del values[name]
-        factors = {part: self.rate_factor(part) for part in get_args(Part)}
+        factors = asdict(self.rate_factors or RATE_FACTORS[self.optimiser])
+        del values["rate_factors"]
         if set(factors.values()) != {1.0}:
             values["rate_factors"] = factors
+        if not self.keep_best:
+            del values["keep_best"]
         return values
 
     @property
@@ -151,6 +165,3 @@ class Recipe:
 
 def _all(values: tuple[float, ...], valid: Callable[[float], bool]) -> bool:
     return bool(values) and all(math.isfinite(value) and valid(value) for value in values)
-
-
-_DEFAULTS = Recipe()

@@ -13,6 +13,7 @@ report.html                  the best task's scores, mistakes and pictures; writ
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -181,7 +182,7 @@ def _draw_curves(folder: Path, log: Path, result: FitResult) -> None:
     curves = read_curves(log, result)
     write_atomic(folder / "curves.png", [draw_curves(curves, result.metric)])
     for i, (curve, one) in enumerate(zip(curves, result.settings, strict=True)):
-        setting = one.setting.name.replace(", ", "_").replace(" ", "_")
+        setting = re.sub(r"[^\w.+-]+", "_", one.setting.name)  # a file name everywhere
         scalars = {"loss": curve.losses, f"validation {result.metric}": curve.scores}
         write_events(folder / "tensorboard" / setting, str(i), lines[0]["time"] if lines else 0.0, scalars)
 

@@ -115,10 +115,16 @@ class Trainer:
         if not count:  # all images of the batch are bad
             return
         losses /= count
-        for i in sweep.step(state.step - 1, losses, float(count)):
+        diverged = sweep.step(state.step - 1, losses, float(count))
+        state.loss_sums, state.loss_steps = state.loss_sums + losses.cpu(), state.loss_steps + 1
+        self._report_stopped(diverged)
+
+    def _report_stopped(self, diverged: Sequence[int]) -> None:
+        """Name the settings that were just stopped. Raises TrainingError if none is left."""
+        sweep, state = self.sweep, self.state
+        for i in diverged:
             log.warning("%s diverged at step %d and was stopped", sweep.settings[i].name, state.step)
             state.stopped[i] = state.step
-        state.loss_sums, state.loss_steps = state.loss_sums + losses.cpu(), state.loss_steps + 1
         if not bool(sweep.alive.any()):
             names = ", ".join(setting.name for setting in sweep.settings)
             raise TrainingError(
@@ -132,7 +138,10 @@ class Trainer:
     def evaluate(self) -> tuple[float, ...]:
         """Score every setting on the validation images, NaN for stopped ones; keep best weights and thresholds."""
         sweep, state, objective = self.sweep, self.state, self.sweep.objective
-        sums = self._validation_sums()
+        sums, finite = self._validation_sums()
+        diverged = (sweep.alive & ~finite).nonzero().flatten().tolist()
+        sweep.alive &= finite  # NaN is no answer: it would count as the first class
+        self._report_stopped(diverged)
         scores = torch.where(sweep.alive, objective.scores(sums).to(self.device), math.nan).tolist()
         best = state.best_scores
         improved = [new > (-math.inf if old is None else old) for new, old in zip(scores, best, strict=True)]
@@ -146,20 +155,23 @@ class Trainer:
         state.scores = [None if math.isnan(score) else score for score in scores]
         return tuple(scores)
 
-    def _validation_sums(self) -> list[Tensor]:
+    def _validation_sums(self) -> tuple[list[Tensor], Tensor]:
+        """The sums that scores are computed from, and of which settings all outputs are finite (T,)."""
         sweep, objective = self.sweep, self.sweep.objective
         sums, count = objective.start(len(sweep.settings), self.device), torch.zeros(1, device=self.device)
+        broken = torch.zeros(len(sweep.settings), device=self.device)
         sweep.leaves()
         for chunks in self.source.validation_batches(self.threads.threads):
             for some in self.threads.rounds(chunks):
                 outputs = self.threads.map(lambda chunk: sweep.logits(chunk.encode()), some)
                 for chunk, logits in zip(some, outputs, strict=True):
                     objective.add(sums, logits, chunk.targets.to(self.device), chunk.indices.to(self.device))
+                    broken += (~logits.isfinite()).flatten(1).any(1)
                     count += len(chunk.indices)
-        self.ranks.all_reduce([*sums, count])
+        self.ranks.all_reduce([*sums, broken, count])
         if not count:
             raise nothing_usable("validation image", self.loaders.validation.bad.first)
-        return sums
+        return sums, broken == 0
 
     def _final_thresholds(self, new: list[list[float]], improved: Sequence[bool]) -> list[list[float]]:
         """Of every setting, the thresholds of the weights that it will end with."""

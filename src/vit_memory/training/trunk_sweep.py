@@ -85,7 +85,8 @@ class TrunkSweep(MemorySweep):
         with torch.no_grad():
             dtype = self.backbone.dtype
             tokens = [task.class_token.to(device, dtype) for task in above if task.class_token is not None]
-            self._parent_tokens = torch.stack(tokens) if tokens else torch.zeros(0, self.backbone.width, device=device)
+            nothing = torch.zeros(0, self.backbone.width, device=device, dtype=dtype)
+            self._parent_tokens = torch.stack(tokens) if tokens else nothing
             self._parent_cells = [
                 [project_cells(roles, block, task.memory[i].to(device, dtype), raw=task.raw_memory) for task in above]
                 for i, block in enumerate(roles.blocks)

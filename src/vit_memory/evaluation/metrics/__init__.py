@@ -11,6 +11,8 @@ key in `as_json` of the same class, a line in `vit_memory.cli.score_pages`, whic
 its kind in `vit_memory.report`, which shows it.
 """
 
+import logging
+
 from torch import Tensor
 
 from vit_memory.evaluation.metrics.multi_label import MultiLabelScores, score_multi_label
@@ -20,11 +22,18 @@ from vit_memory.task import Task
 
 __all__ = ["AnyScores", "MultiLabelScores", "RegressionScores", "SingleLabelScores", "score_task"]
 
+log = logging.getLogger(__name__)
 AnyScores = SingleLabelScores | MultiLabelScores | RegressionScores
 
 
 def score_task(task: Task, outputs: Tensor, targets: Tensor) -> AnyScores:
-    """Score the outputs (n, C) of a task by its kind. Targets are in the order of the task's labels."""
+    """Score the outputs (n, C) of a task by its kind. Targets are in the order of the task's labels.
+
+    A broken task is named in the log; an image for which it gives NaN is not recognised.
+    """
+    broken = int((~outputs.isfinite()).any(-1).sum())
+    if broken:
+        log.warning("task %s: its output is NaN or infinite for %d of %d images", task.name, broken, len(outputs))
     if task.kind == "regression":
         return score_regression(outputs, targets, task.labels)
     if task.kind == "multi-label":

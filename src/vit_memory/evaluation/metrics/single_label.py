@@ -86,8 +86,9 @@ def score_single_label(logits: Tensor, targets: Tensor, labels: Sequence[str]) -
     0.5
     """
     n, C = logits.shape
-    confidence, predicted = logits.double().softmax(-1).max(-1)
-    correct = predicted == targets
+    finite = logits.isfinite().all(-1)
+    confidence, predicted = logits.double().softmax(-1).nan_to_num(0.0).max(-1)
+    correct = (predicted == targets) & finite  # NaN is no answer
     confusion = torch.zeros(C * C, dtype=torch.int64).index_add_(0, targets * C + predicted, torch.ones_like(targets))
     bins = (confidence * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
     gaps = torch.zeros(CALIBRATION_BINS, dtype=torch.float64).index_add_(0, bins, confidence - correct.double())
