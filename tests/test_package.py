@@ -35,6 +35,7 @@ PUBLIC = [
     "Outputs",
     "Preprocessing",
     "Progress",
+    "RateFactors",
     "ReadOut",
     "Recipe",
     "Task",

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vit_memory.training.callbacks import Callbacks, Progress
     from vit_memory.training.fit import fit
     from vit_memory.training.options import TrainingOptions
-    from vit_memory.training.recipe import Recipe
+    from vit_memory.training.recipe import RateFactors, Recipe
     from vit_memory.training.results import FitResult
     from vit_memory.trunk import Trunk
 
@@ -69,6 +69,7 @@ __all__ = [
     "Outputs",
     "Preprocessing",
     "Progress",
+    "RateFactors",
     "ReadOut",
     "Recipe",
     "Task",
@@ -107,7 +108,7 @@ _HOMES = {
     "training.callbacks": ("Callbacks", "Progress"),
     "training.fit": ("fit",),
     "training.options": ("TrainingOptions",),
-    "training.recipe": ("Recipe",),
+    "training.recipe": ("RateFactors", "Recipe"),
     "training.results": ("FitResult",),
     "trunk": ("Trunk",),
 }

@@ -18,10 +18,11 @@ from vit_memory.choices import Projection
 from vit_memory.errors import TaskError
 from vit_memory.families.roles import projections_of
 
-# The rows of `LearnedReader.gains`. A residual branch is what attention or the MLP adds to a token.
+# The rows of `LearnedReader.gains`; the scales without a norm are those of what attention and the MLP add to a token.
 GAINS = ("norm1 scale", "norm1 shift", "attention scale", "norm2 scale", "norm2 shift", "MLP scale")
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
-DEFAULT_PROJECTIONS: tuple[Projection, ...] = ("q", "o")  # they carry almost all of the gain in accuracy
+# Not LoRA's q and v: a reader's k and v are those of its own class token only, the patches keep theirs.
+DEFAULT_PROJECTIONS: tuple[Projection, ...] = ("q", "o")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,11 +54,6 @@ class LearnedReader:
 
     gains: Tensor | None = None  # (L, 6, D): see GAINS
     low_rank: Mapping[Projection, LowRank] = field(default_factory=dict)
-
-    @property
-    def rank(self) -> int | None:
-        """The rank of its updates; None without any."""
-        return max((update.rank for update in self.low_rank.values()), default=None)
 
     def __str__(self) -> str:
         """For tables: `rank 8 + gains`; projections are named unless they are the usual ones."""
@@ -91,7 +87,7 @@ class LearnedReader:
             check_projections(where, (projection,))
             rank = update.rank if update.A.dim() == 3 else 0
             check_rank(where, rank, width)
-            # One side of every projection is the backbone's width; the other may be the MLP's, see check_backbone.
+            # One side is the backbone's width; the other may be another, which check_backbone knows.
             inner = update.A.shape[2] if projection in ("o", "fc2") else width
             outer = width if projection in ("o", "fc2") else update.B.shape[1] if update.B.dim() == 3 else 0
             _check_shape(where, f"{projection} lora_A", update.A, (depth, rank, inner))
@@ -169,7 +165,7 @@ def new_reader(
         check_projections(where, projections)
         ordered = sorted(projections, key=projection_order)  # the order in which they were given makes no difference
         for projection, (inner, outer) in projection_sizes(where, backbone, ordered).items():
-            # Spread so that A x is of the scale of x: LayerNorm makes the entries of x about 1.
+            # Spread so that A x has the scale of x.
             A = torch.randn(depth, rank, inner, generator=generator) * inner**-0.5
             low_rank[projection] = LowRank(A, torch.zeros(depth, outer, rank))
     return LearnedReader(torch.zeros(depth, len(GAINS), width) if gains else None, low_rank)
@@ -181,14 +177,14 @@ def projection_sizes(
     """Input and output width of the backbone's projections; TaskError if it has no such linear layer."""
     sizes: dict[Projection, tuple[int, int]] = {}
     for block in backbone.roles.blocks:
-        here = projections_of(block)
+        layers = projections_of(block)
         for projection in projections:
-            if projection not in here:
+            if projection not in layers:
                 raise TaskError(
                     f"{where}: {backbone.name} (family {backbone.family.name}) has no projection {projection!r} that "
-                    f"could be updated; it has {', '.join(here)}."
+                    f"could be updated; it has {', '.join(layers)}."
                 )
-            sizes[projection] = here[projection].inner, here[projection].outer
+            sizes[projection] = layers[projection].inner, layers[projection].outer
     return sizes
 
 

@@ -99,15 +99,13 @@ def _one_block(
     projections = projections_of(block) if low_rank else {}
     for group in low_rank:
         projection = projections[group.projection]
-        after = projection.module.out_features - projection.start - projection.outer
-        padding = (projection.start, after) if projection.start or after else None
-        update = _LowRankUpdate(rows[group.positions], group.A[i], group.B[i], padding)
+        update = _LowRankUpdate(rows[group.positions], group.A[i], group.B[i], projection.padding)
         updates.setdefault(projection.module, []).append(update)
     for each in gains:
         norm1, shift1, attention, norm2, shift2, mlp = each.gains[i].unbind(1)  # each (G, D)
         for module, scale, shift in (
             (block.norm1, norm1, shift1),
-            # A branch is scaled before layer scale, which is a factor too: the order makes no difference.
+            # A branch is scaled before layer scale, which is a factor too: the order makes no difference but rounding.
             (block.project[-1], attention, None),
             (block.norm2, norm2, shift2),
             (block.mlp[-1], mlp, None),
@@ -164,13 +162,13 @@ class _LowRankUpdate:
     rows: Tensor | None  # (G,)
     A: Tensor  # (G, r, in)
     B: Tensor  # (G, out, r)
-    padding: tuple[int, int] | None  # outputs of a fused module before and after this projection's
+    padding: tuple[int, int]  # outputs of a fused module before and after this projection's
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         x = x if self.rows is None else x.index_select(1, self.rows)
         down = x.transpose(0, 1) @ self.A.transpose(1, 2)  # (G, B, r)
         delta = (down @ self.B.transpose(1, 2)).transpose(0, 1)  # (B, G, out)
-        delta = delta if self.padding is None else F.pad(delta, self.padding)
+        delta = F.pad(delta, self.padding) if any(self.padding) else delta
         return _change(y, self.rows, partial(torch.add, delta))
 
 

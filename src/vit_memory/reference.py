@@ -196,8 +196,7 @@ def _merged(block: Block, reader: LearnedReader, i: int) -> Block:
     projections = projections_of(block)
     for name, update in reader.low_rank.items():
         part = projections[name]
-        after = part.module.out_features - part.start - part.outer
-        delta = F.pad(update.B[i] @ update.A[i], (0, 0, part.start, after))
+        delta = F.pad(update.B[i] @ update.A[i], (0, 0, *part.padding))
         added[part.module] = added.get(part.module, 0) + delta
 
     def merge(modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:

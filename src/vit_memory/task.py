@@ -172,7 +172,7 @@ class Task:
 
     @property
     def parameters(self) -> int:
-        """How many numbers were learned."""
+        """How many parameters were learned."""
         return sum(tensor.numel() for tensor in self.tensors().values())
 
     @property
@@ -192,7 +192,7 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """A hash of all that decides its answers: labels, head, token, memory, parents, backbone. Not of its name."""
+        """A hash of all that decides its answers: labels, tensors, parents, backbone and so on; not its name."""
         described: dict[str, Any] = {
             "labels": self.labels,
             "kind": self.kind,
@@ -249,8 +249,8 @@ def new_task(
     >>> task = new_task(backbone, "pets", ["cat", "dog"], cells=5)
     >>> tuple(task.memory.shape) == (backbone.depth, 5, backbone.width)
     True
-    >>> new_task(backbone, "pets", ["cat", "dog"], regime="reader", rank=8, gains=True).reader.rank
-    8
+    >>> new_task(backbone, "pets", ["cat", "dog"], regime="reader", rank=8, gains=True).method
+    'rank 8 + gains'
     """
     where = f"task {name!r}"
     check_choice(where, "regime", regime, get_args(Regime))

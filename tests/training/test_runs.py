@@ -57,8 +57,8 @@ def test_a_folder_of_images_becomes_a_task_file_that_answers(photos, backbone, t
     loaded = load_backbone(backbone)
     assert MemoryViT(loaded, [task])(torch.zeros(2, 3, 32, 32))["birds"].shape == (2, 3)
     lines = result.output.splitlines()
-    ladder = lines[next(i for i, line in enumerate(lines) if line.startswith("method ")) + 1 :][:3]
-    assert [line.split("  ")[0] for line in ladder] == ["head", "class", "2 cells"]  # from the smallest to the largest
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("method ")) + 1 :][:3]
+    assert [line.split("  ")[0] for line in table] == ["head", "class", "2 cells"]  # from the smallest to the largest
 
 
 def test_told_nothing_it_tries_every_method_keeps_the_best_and_shows_what_each_part_bought(photos, backbone, tmp_path):
@@ -80,10 +80,10 @@ def test_told_nothing_it_tries_every_method_keeps_the_best_and_shows_what_each_p
     assert task.record.metrics["validation_accuracy"] == best
     assert task.parameters == min(row["parameters"] for row in rows if row["validation_accuracy"] == best)
     lines = result.output.splitlines()
-    ladder = lines[next(i for i, line in enumerate(lines) if line.startswith("method ")) + 1 :][:5]
-    assert [line.split("  ")[0] for line in ladder] == list(methods)
-    assert [task.method for line in ladder if "<- kept" in line] == [
-        line.split("  ")[0] for line in ladder if "<- kept" in line
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("method ")) + 1 :][:5]
+    assert [line.split("  ")[0] for line in table] == list(methods)
+    assert [task.method for line in table if "<- kept" in line] == [
+        line.split("  ")[0] for line in table if "<- kept" in line
     ]
 
 
@@ -233,13 +233,13 @@ def test_a_wrong_option_is_refused_at_once(photos, backbone, tmp_path, option, v
 def test_the_defaults_of_the_command_are_those_of_the_library():
     from vit_memory import Cache, Recipe, TrainingOptions
     from vit_memory.cli.train_options import CacheOptions, GridOptions, MachineOptions, RecipeOptions
-    from vit_memory.training.grid import LADDER, Grid
+    from vit_memory.training.grid import DEFAULT_GRID, Grid
     from vit_memory.training.ranks import Ranks
 
-    assert GridOptions().build() == LADDER
+    assert GridOptions().build() == DEFAULT_GRID
     assert GridOptions(memory="5").build() == Grid()
     assert GridOptions(rank="8").build() == GridOptions(regime="reader").build() == Grid(regimes=("reader",))
-    assert RecipeOptions().build(LADDER) == Recipe.reader()
+    assert RecipeOptions().build(DEFAULT_GRID) == Recipe.reader()
     assert RecipeOptions().build(Grid()) == Recipe()
     assert RecipeOptions(steps=7, views=0).build(Grid()) == Recipe(steps=7, views=None)
     assert CacheOptions().build() == Cache()

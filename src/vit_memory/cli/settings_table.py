@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 def print_settings(result: "FitResult") -> None:
     """Print what was trained, with parameters and validation scores, on stdout.
 
-    Several methods are a ladder: the best setting of each, from the smallest task to the largest, with what it adds to
-    the one above. Settings of one method are listed best first.
+    Of several methods, the best setting of each, from the smallest task to the largest, with the difference to the best
+    row above it. Settings of one method are listed best first.
     """
     diverged = [one for one in result.settings if one.score is None]
-    if len(result.ladder) > 1:
-        _print(("method", "setting", "parameters", f"validation {result.metric}", "gain"), _ladder_rows(result))
+    if len(result.best_by_method) > 1:
+        _print(
+            ("method", "setting", "parameters", f"validation {result.metric}", "vs best above"), _method_rows(result)
+        )
         for one in diverged:
             typer.echo(f"{one.setting.name}: diverged at step {one.stopped_at}")
         return
@@ -31,17 +33,17 @@ def print_settings(result: "FitResult") -> None:
     _print(("setting", "parameters", f"validation {result.metric}"), rows)
 
 
-def _ladder_rows(result: "FitResult") -> list[tuple[str, ...]]:
+def _method_rows(result: "FitResult") -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     highest: float | None = None
-    for one in result.ladder:
-        assert one.score is not None  # a ladder has no diverged settings
+    for one in result.best_by_method:
+        assert one.score is not None  # diverged ones are not among them
         scale, digits = (100, 1) if result.metric.endswith("accuracy") else (1, 3)
-        gain = "" if highest is None else f"{scale * (one.score - highest):+.{digits}f}"
+        difference = "" if highest is None else f"{scale * (one.score - highest):+.{digits}f}"
         highest = one.score if highest is None else max(highest, one.score)
         method = f"{one.task.method}{'  <- kept' if one is result.best else ''}"
         setting = one.setting.name.removeprefix(f"{one.task.method}, ")
-        rows.append((method, setting, str(one.task.parameters), _score(result, one), gain))
+        rows.append((method, setting, str(one.task.parameters), _score(result, one), difference))
     return rows
 
 

@@ -148,13 +148,18 @@ class GridOptions:
         ),
     ] = None
     gains: Annotated[
-        bool | None, typer.Option("--gains/--no-gains", help="Gains of a reader.  [default: gains]", show_default=False)
+        bool | None,
+        typer.Option(
+            "--gains/--no-gains",
+            help="Learn a scale and shift after both norms and a scale of each residual branch.  [default: gains]",
+            show_default=False,
+        ),
     ] = None
     projections: Annotated[
         str | None,
         typer.Option(
-            help="Projections that a reader updates, joined by +, of q, k, v, o, fc1 and fc2; several choices are "
-            "separated by commas.  [default: q+o]",
+            help="Projections that a reader updates, joined by +, of q, k, v, o, fc1 and fc2 (k and v: of its class "
+            "token only); several choices are separated by commas.  [default: q+o]",
         ),
     ] = None
     read_out: Annotated[
@@ -181,15 +186,15 @@ class GridOptions:
         return any(option is not None for option in (self.rank, self.gains, self.projections, self.read_out))
 
     def build(self) -> "Grid":
-        """Every combination; without any option about regimes, the ladder."""
-        from vit_memory.training.grid import LADDER, Grid
+        """Every combination; without any option about regimes, the default grid."""
+        from vit_memory.training.grid import DEFAULT_GRID, Grid
 
         values: dict[str, Any] = {
             "starts": tuple(self.start.split(",")),
             "seeds": tuple(map(int, self.seeds.split(","))),
         }
         if self.regime is None and self.memory is None and not self.reader_options:
-            return replace(LADDER, **values)
+            return replace(DEFAULT_GRID, **values)
         regimes = tuple((self.regime or ("reader" if self.reader_options else "memory")).split(","))
         if self.reader_options and "reader" not in regimes:
             raise typer.BadParameter(

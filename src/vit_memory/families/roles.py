@@ -74,6 +74,11 @@ class BlockProjection:
     outer: int
     start: int = 0  # its first output among the module's
 
+    @property
+    def padding(self) -> tuple[int, int]:
+        """How many outputs the module has before and after this projection's."""
+        return self.start, self.module.out_features - self.start - self.outer
+
 
 def projections_of(block: Block) -> dict[Projection, BlockProjection]:
     """The linear layers of a block by name. A gated MLP that is one module has no fc1, or neither fc1 nor fc2."""

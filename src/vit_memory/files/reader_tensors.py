@@ -34,12 +34,12 @@ def reader_to_tensors(reader: LearnedReader) -> dict[str, Tensor]:
 
 def reader_from_tensors(tensors: Mapping[str, Tensor], depth: int) -> LearnedReader:
     """The reader whose tensors are among these. Raises TaskError if a block is missing or of another shape."""
-    found = [match.group(2) for name in tensors if (match := _NAME.fullmatch(name))]
-    projections = [projection for projection in PROJECTIONS if projection in found]
+    named = [match.group(2) for name in tensors if (match := _NAME.fullmatch(name))]  # the projection of each tensor
+    projections = [projection for projection in PROJECTIONS if projection in named]
     expected = 2 * depth * len(projections)
-    if len(found) != expected:  # before any loop over the depth, which a forged file may claim to be anything
+    if len(named) != expected:  # before any loop over the depth, which a forged file may claim to be anything
         raise TaskError(
-            f"{len(found)} tensors of low-rank updates of {', '.join(projections)}, expected {expected}: a lora_A and "
+            f"{len(named)} tensors of low-rank updates of {', '.join(projections)}, expected {expected}: a lora_A and "
             f"a lora_B for each of {depth} blocks."
         )
     low_rank = {

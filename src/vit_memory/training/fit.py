@@ -67,7 +67,7 @@ def fit(
     preprocessing = _preprocessing(backbone, options.image_size)
     _check(backbone, tasks, parents, train, validation)
     objective = objective_for(tasks[0], recipe, train, validation)
-    grid = product(tasks, recipe.learning_rates, recipe.weight_decays)
+    grid = product(tasks, recipe.rates, recipe.weight_decays)
     settings = [Setting(task, rate, decay) for task, rate, decay in grid]
     sweep = build_sweep(backbone, settings, TaskGraph(parents), recipe, objective)
     loaders = _loaders(train, validation, preprocessing, recipe, options)

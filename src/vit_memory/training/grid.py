@@ -88,12 +88,11 @@ class Grid:
             if rank is None and not gains and ReadOut.parse(read_out) == FINAL:
                 continue
             check_projections(f"task {name!r}", projections)
-            # Put so that equal choices are equal: o+q is q+o, and blocks:1 is final.
-            used = DEFAULT_PROJECTIONS if rank is None else tuple(sorted(projections, key=projection_order))
-            chosen = str(ReadOut.parse(read_out))
-            yield regime, cells, {"rank": rank, "gains": gains, "projections": used, "read_out": chosen}
+            # Normalised, so that o+q and q+o, or blocks:1 and final, are one task.
+            ordered = DEFAULT_PROJECTIONS if rank is None else tuple(sorted(projections, key=projection_order))
+            head_input = str(ReadOut.parse(read_out))
+            yield regime, cells, {"rank": rank, "gains": gains, "projections": ordered, "read_out": head_input}
 
 
-# What a training without further options tries, from the smallest task to the largest: `vit-memory train` prints the
-# best of each, so that people see what every part buys.
-LADDER = Grid(regimes=("head", "class", "memory", "reader"), ranks=(None, 8), gains=(True,), read_outs=("final",))
+# What `vit-memory train` tries without options about regimes, from the smallest task to the largest.
+DEFAULT_GRID = Grid(regimes=("head", "class", "memory", "reader"), ranks=(None, 8), gains=(True,), read_outs=("final",))

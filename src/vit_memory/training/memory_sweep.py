@@ -47,9 +47,9 @@ class MemorySweep(Sweep):
         self.biases = stack(torch.stack([task.head_bias for task in tasks]), every, 0, "head")  # (T, C)
         self.cell_rows = [0, *sizes.cumsum(0).tolist()]  # where the cells of each of the R settings begin
         readers = {i: task.reader for i, task in enumerate(tasks) if task.reader is not None}
-        self.readers = ReaderStacks.of(readers, device)
+        self.reader_stacks = ReaderStacks.of(readers, device)
         shared = {"tokens": self.tokens, "cells": self.cells, "heads": self.heads, "biases": self.biases}
-        return {**shared, **self.readers.stacks}
+        return {**shared, **self.reader_stacks.stacks}
 
     def apply_heads(self, features: Tensor) -> Tensor:
         """Logits (T, B, C) of what the heads read (P, B, D)."""
@@ -61,7 +61,7 @@ class MemorySweep(Sweep):
         return biases.index_add(0, self.heads.owner, features @ heads).float()
 
     def tasks(self) -> list[Task]:
-        """Every setting's task with its current weights (with early stopping: its best ones), on the CPU."""
+        """Every setting's task with its current weights (its best ones if they are kept), on the CPU."""
         values = self.final_values()
         tasks = []
         row = {setting: i for i, setting in enumerate(self.with_token)}
@@ -73,7 +73,7 @@ class MemorySweep(Sweep):
                 first, last = self.cell_rows[row[i] : row[i] + 2]
                 changes["class_token"] = values["tokens"][row[i]].clone()
                 changes["memory"] = values["cells"][:, first:last].clone()
-            if i in self.readers.readers:
-                changes["reader"] = self.readers.reader(i, values)
+            if i in self.reader_stacks.untrained:
+                changes["reader"] = self.reader_stacks.reader(i, values)
             tasks.append(replace(setting.task, **changes))
         return tasks

@@ -19,7 +19,7 @@ from vit_memory.training.sweep import Stack
 class ReaderStacks:
     """Learned readers by setting. Stacks have the blocks first, then the settings."""
 
-    readers: Mapping[int, LearnedReader]  # untrained, by the number of the setting
+    untrained: Mapping[int, LearnedReader]  # by the number of the setting
     stacks: Mapping[str, Stack]  # "gains" (L, G, 6, D), "q.8.A" (L, G, r, in), "q.8.B" (L, G, out, r) …
 
     @classmethod
@@ -54,7 +54,7 @@ class ReaderStacks:
         gains = [GainGroup(places("gains"), blocks("gains"))] if "gains" in self.stacks else []
         low_rank = [
             LowRankGroup(projection, places(f"{name}.A"), blocks(f"{name}.A"), blocks(f"{name}.B"))
-            for projection, rank in updates_by_size(self.readers)
+            for projection, rank in updates_by_size(self.untrained)
             for name in (f"{projection}.{rank}",)
         ]
         return gains, low_rank
@@ -66,7 +66,7 @@ class ReaderStacks:
             place = self.stacks[name].owner.tolist().index(setting)
             return values[name][:, place].clone()
 
-        untrained = self.readers[setting]
+        untrained = self.untrained[setting]
         return LearnedReader(
             None if untrained.gains is None else own("gains"),
             {

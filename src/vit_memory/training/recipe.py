@@ -15,7 +15,11 @@ AUTO_RATES: Mapping[str, tuple[float, ...]] = {"sgd": (0.03, 0.1, 0.3), "adamw":
 
 @dataclass(frozen=True, slots=True)
 class RateFactors:
-    """Each part of a task learns at the learning rate times its factor."""
+    """Each part of a task learns at the learning rate times its factor.
+
+    >>> Recipe(optimiser="adamw", rate_factors=RateFactors(token=3, cells=3, gains=5)).rate_factor("gains")
+    5.0
+    """
 
     head: float = 1.0
     token: float = 1.0
@@ -46,7 +50,7 @@ class Recipe:
     steps: int = 300
     batch: int = 64
     optimiser: Optimiser = "sgd"
-    learning_rates: tuple[float, ...] = AUTO_RATES["sgd"]
+    learning_rates: tuple[float, ...] | None = None  # None: those of the optimiser in AUTO_RATES
     rate_factors: RateFactors | None = None  # None: those of the optimiser in RATE_FACTORS
     weight_decays: tuple[float, ...] = (0.0,)
     momentum: float = 0.9  # SGD's; AdamW's are 0.9 and 0.999
@@ -65,13 +69,15 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.learning_rates is None:
+            object.__setattr__(self, "learning_rates", AUTO_RATES.get(self.optimiser, ()))
         faults = [
             f"{name} is {getattr(self, name)!r}; expected {expected}"
             for name, expected, valid in (
                 ("steps", "1 or more", self.steps >= 1),
                 ("batch", "1 or more", self.batch >= 1),
                 ("optimiser", " or ".join(get_args(Optimiser)), self.optimiser in get_args(Optimiser)),
-                ("learning_rates", "one or more, all above 0", _all(self.learning_rates, lambda r: r > 0)),
+                ("learning_rates", "one or more, all above 0", _all(self.rates, lambda r: r > 0)),
                 (
                     "rate_factors",
                     "factors of 0 or more",
@@ -101,16 +107,9 @@ class Recipe:
     def reader(cls) -> "Recipe":
         """The recipe for learned readers: AdamW, fewer steps, and the weights of the best evaluation.
 
-        A reader learns in 150 steps what memory does not learn in 300, and on few images it overfits after that.
+        Readers learn faster than memory, and on few images longer training overfits.
         """
-        return replace(
-            cls(),
-            steps=150,
-            optimiser="adamw",
-            learning_rates=AUTO_RATES["adamw"],
-            evaluate_every=25,
-            keep_best=True,
-        )
+        return cls(steps=150, optimiser="adamw", evaluate_every=25, keep_best=True)
 
     @classmethod
     def for_regimes(cls, regimes: Iterable[Regime]) -> "Recipe":
@@ -124,6 +123,11 @@ class Recipe:
         The paper does not state momentum, clipping norm, schedule and learning rates; those are ours.
         """
         return replace(cls(), steps=20_000, batch=512, area=(0.08, 1.0), views=None, evaluate_every=1000)
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates that are trained."""
+        return self.learning_rates or ()
 
     @property
     def keeps_best(self) -> bool:

@@ -41,7 +41,7 @@ class FitResult:
         return max(scored, key=lambda result: (result.score or 0.0, -result.task.parameters))
 
     @property
-    def ladder(self) -> list[SettingResult]:
+    def best_by_method(self) -> list[SettingResult]:
         """The best setting of every method that did not diverge, from the smallest task to the largest."""
         best: dict[str, SettingResult] = {}
         for result in self.settings:

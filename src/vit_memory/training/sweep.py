@@ -57,7 +57,7 @@ class Stack:
     part: Part | None  # decides its factor on the learning rate; None: a backbone's weight
     exp_avg: Tensor  # optimiser state: SGD's momentum buffer, or AdamW's mean of gradients
     exp_avg_sq: Tensor  # AdamW's mean of squared gradients
-    best: Tensor | None = None  # with early stopping: the values of each setting's best evaluation
+    best: Tensor | None = None  # the values of each setting's best evaluation, if they are kept
 
     @classmethod
     def of(cls, values: Tensor, owner: Tensor, axis: int, part: Part | None) -> "Stack":
@@ -123,7 +123,7 @@ class Sweep(ABC):
 
     @abstractmethod
     def tasks(self) -> list[Task]:
-        """Every setting's task with its current weights (with early stopping: its best ones), on the CPU."""
+        """Every setting's task with its current weights (its best ones if they are kept), on the CPU."""
 
     def leaves(self) -> list[Tensor]:
         """The tensors that the gradients of a batch are taken for. Call it once before threads compute the batch."""

@@ -133,12 +133,6 @@ class TrunkSweep(MemorySweep):
         self._detached = None
         return super().gradients()
 
-    def step(self, number: int, losses: Tensor, count: float = 1.0) -> list[int]:
-        """One optimiser step; the readers are computed again from the new values."""
-        diverged = super().step(number, losses, count)
-        self._detached = None
-        return diverged
-
     def load_state_dict(self, state: Mapping[str, Tensor], stopped: Iterable[int]) -> None:
         """Restore the state of a sweep of the same settings, of which some were stopped."""
         super().load_state_dict(state, stopped)
@@ -171,7 +165,7 @@ class TrunkSweep(MemorySweep):
             )
             placed = place_cells(self._layout, keys, values)
             memory.append(tuple(Memory(leaf(group.keys), leaf(group.values)) for group in placed))
-        gains, low_rank = self.readers.groups(self._positions, lambda values: leaf(values.to(dtype)))
+        gains, low_rank = self.reader_stacks.groups(self._positions, lambda values: leaf(values.to(dtype)))
         parent_gains, parent_low_rank = self._parent_groups
         return Readers(
             self._layout,
