@@ -19,12 +19,12 @@ test-all: test test-slow  ## everything
 
 setup: $(VENV)/.ready
 
-# timm and torchvision come without their dependencies: resolving those would replace torch with another build.
+# timm, torchvision and peft come without their dependencies: resolving those would replace torch with another build.
 $(VENV)/.ready: pyproject.toml constraints.txt scripts/dev/torchvision_beside_cpu_torch.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[transformers,datasets,fast,distributed,tensorboard,dev]'
-	$(BIN)/pip install -q -c constraints.txt --no-deps timm torchvision
+	$(BIN)/pip install -q -c constraints.txt --no-deps timm torchvision peft
 	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
 	  && cp scripts/dev/torchvision_beside_cpu_torch.py "$$site/" \
 	  && echo 'import torchvision_beside_cpu_torch' > "$$site/torchvision_beside_cpu_torch.pth"

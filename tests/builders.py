@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vit_memory import Backbone, Task, load_backbone, new_task
+from vit_memory import Backbone, Branch, Task, load_backbone, new_branch, new_task
 from vit_memory.errors import VitMemoryError
 from vit_memory.evaluation.verification import tiny_models
 from vit_memory.families import Family
@@ -68,6 +68,15 @@ def trained(backbone: Backbone, name: str, *, labels: Sequence[str] = ("a", "b",
         head_bias=drawn(fresh.head_bias, 0.1),
         reader=None if fresh.reader is None else fresh.reader.map(lambda like: drawn(like, 0.2)),
     )
+
+
+def trained_branch(backbone: Backbone, name: str, *, scaling: float = 1.0, **options: object) -> Branch:
+    """A branch as training would leave it, different for every name."""
+    fresh = new_branch(backbone, name, **options)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    adapter = fresh.adapter.map(lambda like: torch.randn(like.shape, generator=generator) * 0.2)
+    scaled = {projection: replace(update, scaling=scaling) for projection, update in adapter.low_rank.items()}
+    return replace(fresh, adapter=replace(adapter, low_rank=scaled))
 
 
 def graph_shapes(backbone: Backbone) -> dict[str, list[Task]]:

@@ -10,7 +10,7 @@ from builders import ROUNDING, images, library_model, tiny_backbone, trained, wo
 from data.test_sources import LABELS, pictures, write_folder
 from vit_memory import Bundle, FileError, GraphError, MemoryViT, load_backbone, load_task, save_task
 from vit_memory.cli import app
-from vit_memory.files.collect import collect_tasks
+from vit_memory.files.collect import collect
 
 PREPARED = {"size": {"height": 32, "width": 32}, "resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
@@ -84,7 +84,7 @@ def test_the_same_task_given_twice_counts_once(root, tmp_path):
     assert run("bundle", "create", tmp_path / "zoo", x, copy).exit_code == 0
     again = run("bundle", "add", tmp_path / "zoo", copy)
     assert again.exit_code == 0, again.exception
-    assert "added nothing; it holds these tasks already" in again.stdout
+    assert "added nothing; it holds these files already" in again.stdout
     assert [entry.name for entry in Bundle.open(tmp_path / "zoo").entries] == ["a"]
 
 
@@ -138,11 +138,11 @@ def test_what_is_pinned_to_a_child_follows_where_renaming_changes_its_digest(tmp
     write_family(tmp_path / "x", backbone)
     _, child = write_family(tmp_path / "y", backbone, 0.3, pinned=False)
     save_task(trained(backbone, "grandchild", parents=[child]), tmp_path / "y/grandchild.safetensors")
-    collected = collect_tasks(
+    collected = collect(
         [tmp_path / "x/a.safetensors", tmp_path / "y/grandchild.safetensors"],
         rename={tmp_path / "y/a.safetensors": "b"},
     )
-    tasks = {file.task.name: file.task for file in collected}
+    tasks = {task.name: task for task in collected.tasks}
     assert tasks["child"].parents == ("b",)
     assert tasks["child"].digest != child.digest
     assert tasks["grandchild"].parent_digests == {"child": tasks["child"].digest}
@@ -157,7 +157,7 @@ def test_an_unpinned_child_of_two_possible_parents_is_refused(tmp_path):
     save_task(trained(backbone, "child", parents=["a"]), child)
     files = [tmp_path / "x/a.safetensors", tmp_path / "y/a.safetensors", child]
     with pytest.raises(GraphError, match=r"extends 'a', which could be any of .*x/a.*y/a.*vit-memory task repin"):
-        collect_tasks(files, rename={files[1]: "b"})
+        collect(files, rename={files[1]: "b"})
 
 
 def test_invalid_renames_are_refused(root, tmp_path):
@@ -179,4 +179,4 @@ def test_a_file_beside_a_child_that_holds_another_task_is_not_its_parent(tmp_pat
     write_family(tmp_path, backbone)
     save_task(trained(backbone, "other"), tmp_path / "a.safetensors")
     with pytest.raises(GraphError, match=r"'child' extends 'a', which is neither given nor beside it.*task repin"):
-        collect_tasks([tmp_path / "child.safetensors"])
+        collect([tmp_path / "child.safetensors"])

@@ -13,7 +13,7 @@ from vit_memory import BackboneMismatch, Bundle, FileError, GraphError, MemoryVi
 from vit_memory.cli import app
 from vit_memory.files import bundle as bundle_module
 from vit_memory.files import container, edit, manifest
-from vit_memory.files.collect import collect_tasks
+from vit_memory.files.collect import collect
 from vit_memory.files.container import read_container, write_container
 
 PREPARED = {"size": {"height": 32, "width": 32}, "resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -39,7 +39,7 @@ def content(folder):
 
 def outputs_of(folder, name):
     """The outputs of a task file, with its parents from the same folder."""
-    tasks = [file.task for file in collect_tasks([folder / f"{name}.safetensors"])]
+    tasks = collect([folder / f"{name}.safetensors"]).tasks
     return MemoryViT(tiny_backbone(), tasks)(images())[name]
 
 
@@ -279,11 +279,11 @@ def test_a_child_elsewhere_finds_a_renamed_parent_again_by_its_content(chain, tm
     child.write_bytes((chain / "middle.safetensors").read_bytes())
     assert run("task", "rename", chain / "top.safetensors", "new", "--children").exit_code == 0
     with pytest.raises(GraphError, match="If it was renamed since: vit-memory task repin"):
-        collect_tasks([child, chain / "new.safetensors"])
+        collect([child, chain / "new.safetensors"])
     result = run("task", "repin", child, chain / "new.safetensors")
     assert "parent 'top' is now called 'new'" in result.stdout
     assert not result.stderr
-    tasks = [file.task for file in collect_tasks([child, chain / "new.safetensors"])]
+    tasks = collect([child, chain / "new.safetensors"]).tasks
     assert torch.equal(MemoryViT(tiny_backbone(), tasks)(images())["middle"], expected)
 
 

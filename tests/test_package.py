@@ -11,11 +11,14 @@ import vit_memory
 from builders import tiny_backbone
 
 PUBLIC = [
+    "Adapter",
     "Backbone",
     "BackboneError",
     "BackboneIdentity",
     "BackboneMismatch",
     "BadImage",
+    "Branch",
+    "BranchRef",
     "Bundle",
     "Cache",
     "Callbacks",
@@ -27,7 +30,6 @@ PUBLIC = [
     "FitResult",
     "GraphError",
     "ImageError",
-    "LearnedReader",
     "LowRank",
     "MemoryViT",
     "NewerFormat",
@@ -52,9 +54,12 @@ PUBLIC = [
     "VitMemoryError",
     "fit",
     "load_backbone",
+    "load_branch",
     "load_task",
+    "new_branch",
     "new_task",
     "open_data",
+    "save_branch",
     "save_task",
 ]
 

@@ -8,9 +8,10 @@ from safetensors import safe_open
 
 from builders import ROUNDING, graph_shapes, images, tiny_backbone, trained, variant_params, worst
 from vit_memory import FileError, MemoryViT, Task, TaskError, load_task, new_task, save_task
+from vit_memory.adapter import Adapter, LowRank
 from vit_memory.files.card import card, facts
 from vit_memory.files.container import read_container, write_container
-from vit_memory.learned_reader import LearnedReader, LowRank, ReadOut
+from vit_memory.read_out import ReadOut
 
 LABELS = ["a", "b", "c"]
 
@@ -43,7 +44,7 @@ def test_every_part_of_a_reader_changes_the_answer_of_its_own_task_only():
             changed = tensor.clone()
             changed[:, row] += 0.5
             parts = {key: changed if key == name else value for key, value in task.reader.tensors()}
-            reader = LearnedReader(
+            reader = Adapter(
                 parts["gains"],
                 {p: LowRank(parts[f"{p}.lora_A"], parts[f"{p}.lora_B"]) for p in task.reader.low_rank},
             )
@@ -161,13 +162,13 @@ def test_values_that_do_not_fit_are_refused_when_a_task_is_built_or_attached():
         replace(task, reader=replace(task.reader, gains=torch.zeros(3, 5, 32)))
     update = task.reader.low_rank["fc1"]
     with pytest.raises(TaskError, match=r"fc1 lora_B is \(3, 64, 3\) torch.float32, expected \(3, 64, 2\)"):
-        replace(task, reader=LearnedReader(None, {"fc1": replace(update, B=torch.zeros(3, 64, 3))}))
+        replace(task, reader=Adapter(None, {"fc1": replace(update, B=torch.zeros(3, 64, 3))}))
     with pytest.raises(TaskError, match=r"needs a learned reader"):
         replace(task, reader=None)
     with pytest.raises(TaskError, match=r"belong to regime 'reader', this one is of regime 'memory'"):
         replace(task, regime="memory")
     # The width of the MLP is known to the backbone only.
-    narrow = replace(task, reader=LearnedReader(None, {"fc1": replace(update, B=torch.zeros(3, 48, 2))}))
+    narrow = replace(task, reader=Adapter(None, {"fc1": replace(update, B=torch.zeros(3, 48, 2))}))
     with pytest.raises(TaskError, match=r"fc1 lora_B is \(3, 48, 2\) torch.float32, expected \(3, 64, 2\)"):
         MemoryViT(backbone, [narrow])
 
@@ -200,11 +201,11 @@ def test_a_file_with_a_wrong_reader_is_refused_and_stays(tmp_path):
     refused({name: torch.zeros(3, 32)}, r"q.lora_A.weight: 3 of 3 blocks, of the shapes \[\(2, 32\), \(3, 32\)\]")
     refused({name: torch.full((2, 32), float("nan"))}, r"blocks.1.q.lora_A.weight holds NaN or infinite values")
     refused({"gains": torch.zeros(3, 6, 31)}, r"gains is \(3, 6, 31\)")
-    refused({}, r"the description of the reader is", without=("gains",))
+    refused({}, r"the description of the adapter is", without=("gains",))
     refused({"blocks.3.q.lora_A.weight": torch.zeros(2, 32)}, r"13 tensors of low-rank updates of q, o, expected 12")
     refused({"blocks.1.x.lora_A.weight": torch.zeros(2, 32)}, r"unknown tensors: \['blocks.1.x.lora_A.weight'\]")
-    newer = {**metadata, "format": "vit-memory-task/4"}
-    refused({}, r"written in format vit-memory-task/4; this version reads up to vit-memory-task/3", metadata=newer)
+    newer = {**metadata, "format": "vit-memory-task/5"}
+    refused({}, r"written in format vit-memory-task/5; this version reads up to vit-memory-task/4", metadata=newer)
     wrong = {**metadata, "task": metadata["task"].replace('"read_out":"final"', '"read_out":"blocks:2"')}
     refused({}, r"head_weight is \(3, 32\) torch.float32, expected \(3, 64\)", metadata=wrong)
     wrong = {**metadata, "task": metadata["task"].replace('"regime":"reader"', '"regime":"memory"')}
@@ -224,6 +225,6 @@ def test_a_reader_of_every_projection_of_many_blocks_is_saved_and_read_back(tmp_
     identity = replace(tiny_backbone().identity, depth=120)
     updates = {p: LowRank(torch.ones(120, 1, 32), torch.ones(120, 32, 1)) for p in ("q", "k", "v", "o", "fc1", "fc2")}
     head = torch.zeros(3, 32), torch.zeros(3), torch.zeros(32), torch.zeros(120, 0, 32)
-    task = Task("deep", ("a", "b", "c"), *head, identity, regime="reader", reader=LearnedReader(None, updates))
+    task = Task("deep", ("a", "b", "c"), *head, identity, regime="reader", reader=Adapter(None, updates))
     save_task(task, tmp_path / "deep.safetensors")
     assert load_task(tmp_path / "deep.safetensors").digest == task.digest

@@ -7,7 +7,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vit_memory.adapter import Adapter, LowRank
     from vit_memory.backbone import Backbone, BackboneIdentity, load_backbone
+    from vit_memory.branch import Branch, new_branch
     from vit_memory.data.sources import Dataset, open_data
     from vit_memory.errors import (
         BackboneError,
@@ -28,14 +30,15 @@ if TYPE_CHECKING:
         VitMemoryError,
     )
     from vit_memory.explanation import Explanation
+    from vit_memory.files.branchfile import load_branch, save_branch
     from vit_memory.files.bundle import Bundle
     from vit_memory.files.taskfile import load_task, save_task
     from vit_memory.graph import TaskGraph
-    from vit_memory.learned_reader import LearnedReader, LowRank, ReadOut
     from vit_memory.model import MemoryViT
     from vit_memory.outputs import Original, Outputs
     from vit_memory.preprocessing import Preprocessing
-    from vit_memory.task import Task, TaskRecord, new_task
+    from vit_memory.read_out import ReadOut
+    from vit_memory.task import BranchRef, Task, TaskRecord, new_task
     from vit_memory.training.cache import Cache
     from vit_memory.training.callbacks import Callbacks, Progress
     from vit_memory.training.fit import fit
@@ -45,11 +48,14 @@ if TYPE_CHECKING:
     from vit_memory.trunk import Trunk
 
 __all__ = [
+    "Adapter",
     "Backbone",
     "BackboneError",
     "BackboneIdentity",
     "BackboneMismatch",
     "BadImage",
+    "Branch",
+    "BranchRef",
     "Bundle",
     "Cache",
     "Callbacks",
@@ -61,7 +67,6 @@ __all__ = [
     "FitResult",
     "GraphError",
     "ImageError",
-    "LearnedReader",
     "LowRank",
     "MemoryViT",
     "NewerFormat",
@@ -86,9 +91,12 @@ __all__ = [
     "VitMemoryError",
     "fit",
     "load_backbone",
+    "load_branch",
     "load_task",
+    "new_branch",
     "new_task",
     "open_data",
+    "save_branch",
     "save_task",
 ]
 
@@ -96,14 +104,17 @@ _HOMES = {
     "backbone": ("Backbone", "BackboneIdentity", "load_backbone"),
     "data.sources": ("Dataset", "open_data"),
     "explanation": ("Explanation",),
+    "files.branchfile": ("load_branch", "save_branch"),
     "files.bundle": ("Bundle",),
     "files.taskfile": ("load_task", "save_task"),
     "graph": ("TaskGraph",),
-    "learned_reader": ("LearnedReader", "LowRank", "ReadOut"),
+    "adapter": ("Adapter", "LowRank"),
+    "branch": ("Branch", "new_branch"),
+    "read_out": ("ReadOut",),
     "model": ("MemoryViT",),
     "outputs": ("Original", "Outputs"),
     "preprocessing": ("Preprocessing",),
-    "task": ("Task", "TaskRecord", "new_task"),
+    "task": ("BranchRef", "Task", "TaskRecord", "new_task"),
     "training.cache": ("Cache",),
     "training.callbacks": ("Callbacks", "Progress"),
     "training.fit": ("fit",),

@@ -1,10 +1,16 @@
-"""One pass for everything: original and class tokens joined for the matrix products, attention split.
+"""One pass for everything: the tokens of the trunk, of branches and of tasks joined for the matrix products, attention
+split.
 
-Tokens travel as rows: first all original tokens of the batch, then all class tokens, so that both are views of one
-matrix and no copy is needed to take them apart. Only what attention returns is copied together again.
+Tokens travel as rows: first all original tokens of the batch, then those of the branches that have begun, then all
+class tokens, so that each is a view of one matrix and no copy is needed to take them apart. Only what attention returns
+is copied together again, and everything once where a branch begins.
+
+Shape letters: B batch, N original tokens, D width, A = heads x head size, T readers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -12,75 +18,149 @@ from torch import Tensor, nn
 from vit_memory.families.roles import Block, Roles, Rotation
 from vit_memory.joining import JoinPlan
 from vit_memory.outputs import Original
-from vit_memory.reader_updates import with_updates
-from vit_memory.reading import Memory, ReaderGroup, Readers, attend_readers
-from vit_memory.trunk import attend_originals, call, finish_block, split_qkv
+from vit_memory.reading import Readers, attend_readers, read_trunks
+from vit_memory.trunk import attend_originals, finish_block, split_qkv
+from vit_memory.updates import BlockUpdates, PreparedBranch, Run, View, call, with_updates_in
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedOutputs:
+    """What one pass gives."""
+
+    finals: dict[str | None, Original]  # of the original tokens (None), and of branches by key
+    readers: tuple[Tensor, ...]  # normed outputs of the class tokens, each (B, T, D), as `read` returns them
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Where the tokens are among the rows."""
+
+    batch: int  # B
+    originals: int  # N
+    branches: tuple[PreparedBranch, ...]  # those that have begun
+    readers: int  # T
+
+    @property
+    def trunk(self) -> slice:
+        return slice(0, self.batch * self.originals)
+
+    def branch(self, j: int) -> slice:
+        size = self.batch * self.originals
+        return slice((1 + j) * size, (2 + j) * size)
+
+    @property
+    def class_tokens(self) -> slice:
+        return slice((1 + len(self.branches)) * self.batch * self.originals, None)
+
+    @property
+    def riding_along(self) -> int:
+        """Rows of every image besides its original tokens."""
+        return len(self.branches) * self.originals + self.readers
+
+    def view_tokens(self, rows: Tensor, where: slice) -> Tensor:
+        """The originals, or those of a branch, as (B, N, width)."""
+        return rows[where].view(self.batch, self.originals, -1)
+
+    def view_readers(self, rows: Tensor) -> Tensor:
+        """The class tokens as (B, T, width)."""
+        return rows[self.class_tokens].view(self.batch, self.readers, -1)
 
 
 @torch.no_grad()
-def run_fused(roles: Roles, plan: JoinPlan, readers: Readers, images: Tensor) -> tuple[Original, tuple[Tensor, ...]]:
-    """What the backbone says, and the normed outputs of the class tokens, each (B, T, D), as `read` returns them."""
+def run_fused(
+    roles: Roles,
+    plan: JoinPlan,
+    readers: Readers | None,
+    images: Tensor,
+    branches: Sequence[PreparedBranch] = (),
+) -> FusedOutputs:
+    """What the backbone says, what becomes of the branches' tokens, and the outputs of the class tokens."""
     x, rotation = roles.embed(images)
     B, N, D = x.shape
-    T = readers.tokens.shape[0]
-    run = _runner(plan, x, T)
-    rows = torch.cat([x.reshape(B * N, D), readers.tokens.expand(B, T, D).reshape(B * T, D)])
+    T = 0 if readers is None else len(readers.tokens)
+    at = _Rows(B, N, (), T)
+    rows = x.reshape(B * N, D)
+    if readers is not None:
+        rows = torch.cat([rows, readers.tokens.expand(B, T, D).reshape(B * T, D)])
+    run = _runner(plan, x, at)
     outputs: list[Tensor] = []
-
-    def readers_of(rows: Tensor) -> Tensor:
-        return rows[B * N :].view(B, T, -1)
-
-    for i, (block, memory) in enumerate(zip(roles.blocks, readers.memory, strict=True)):
-        apply = with_updates(run, readers.updates[i], readers_of) if readers.updates else run
+    for i, block in enumerate(roles.blocks):
+        starting = tuple(branch for branch in branches if branch.start == i)
+        if starting:
+            at, rows = _begin_branches(at, rows, starting)
+            run = _runner(plan, x, at)
+        apply = _with_all_updates(run, at, readers, i)
         rows = finish_block(
             block,
             rows,
-            _attend(
-                roles,
-                block,
-                split_qkv(block, apply(block.norm1, rows), apply),
-                (B, N, T),
-                rotation,
-                readers.layout.groups,
-                memory,
-            ),
+            _attend(roles, block, split_qkv(block, apply(block.norm1, rows), apply), at, rotation, readers, i),
             apply,
         )
-        if i >= len(roles.blocks) - readers.read_out:
-            outputs.append(readers_of(rows))
-    original = roles.finish(rows[: B * N].unflatten(0, (B, N)))
-    return original, tuple(call(roles.final_norm, output) for output in reversed(outputs))
+        if readers is not None and i >= len(roles.blocks) - readers.read_out:
+            outputs.append(at.view_readers(rows))
+    finals: dict[str | None, Original] = {None: roles.finish(at.view_tokens(rows, at.trunk))}
+    for j, branch in enumerate(at.branches):
+        finals[branch.key] = roles.finish(at.view_tokens(rows, at.branch(j)))
+    return FusedOutputs(finals, tuple(call(roles.final_norm, output) for output in reversed(outputs)))
+
+
+def _begin_branches(at: _Rows, rows: Tensor, starting: tuple[PreparedBranch, ...]) -> tuple[_Rows, Tensor]:
+    """The rows with a copy of the original tokens for each branch, before the class tokens."""
+    copies = [rows[at.trunk]] * len(starting)
+    joined = torch.cat([rows[: at.class_tokens.start], *copies, rows[at.class_tokens]])
+    return replace(at, branches=(*at.branches, *starting)), joined
+
+
+def _with_all_updates(run: Run, at: _Rows, readers: Readers | None, i: int) -> Run:
+    """What branches and readers learned for block i, each for its own rows."""
+    changes: list[tuple[View, BlockUpdates]] = []
+    for j, branch in enumerate(at.branches):
+        changes.append((itemgetter(at.branch(j)), branch.updates[i - branch.start]))
+    if readers is not None and readers.updates:
+        changes.append((at.view_readers, readers.updates[i]))
+    return with_updates_in(run, changes) if changes else run
 
 
 def _attend(
     roles: Roles,
     block: Block,
     qkv: tuple[Tensor, Tensor, Tensor],
-    sizes: tuple[int, int, int],
+    at: _Rows,
     rotation: Rotation | None,
-    groups: Sequence[ReaderGroup],
-    memory: Sequence[Memory],
+    readers: Readers | None,
+    i: int,
 ) -> Tensor:
-    """Original tokens read each other, class tokens read them and their own: rows (B·N + B·T, A) in and out."""
-    B, N, T = sizes
-    q, k, v = (part[: B * N].unflatten(0, (B, N)) for part in qkv)
-    q_read, k_read, v_read = (part[B * N :].unflatten(0, (B, T)) for part in qkv)
-    attended, keys, values = attend_originals(roles, block, q, k, v, rotation)
-    read = attend_readers(roles, block, (q_read, k_read, v_read), (keys, values), groups, memory)
-    return torch.cat([attended.flatten(0, 1), read.flatten(0, 1)])
+    """The tokens of each trunk read each other, class tokens read theirs and their own: rows (…, A) in and out."""
+
+    def attend(where: slice) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (at.view_tokens(part, where) for part in qkv)
+        return attend_originals(roles, block, q, k, v, rotation)
+
+    originals, keys, values = attend(at.trunk)
+    attended = [originals.flatten(0, 1)]
+    trunks: dict[str | None, tuple[Tensor, Tensor]] = {}
+    for j, branch in enumerate(at.branches):
+        tokens, branch_keys, branch_values = attend(at.branch(j))
+        attended.append(tokens.flatten(0, 1))
+        trunks[branch.key] = branch_keys, branch_values
+    if readers is not None:
+        read_parts = read_trunks(readers.layout, lambda branch: trunks.get(branch, (keys, values)))
+        q, k, v = (at.view_readers(part) for part in qkv)
+        read = attend_readers(roles, block, (q, k, v), read_parts, readers.layout.groups, readers.memory[i])
+        attended.append(read.flatten(0, 1))
+    return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
-def _runner(plan: JoinPlan, x: Tensor, readers: int) -> Callable[[nn.Module, Tensor], Tensor]:
+def _runner(plan: JoinPlan, x: Tensor, at: _Rows) -> Run:
     """How to apply a row-wise module to the rows: in one call where no bit of the originals changes, else in two."""
     if torch.compiler.is_compiling():  # nothing can be proved while tracing: a compiled function has its own rounding
         return call
-    B, N = x.shape[:2]
-    joined = plan.joined(x, N, readers)
+    joined = plan.joined(x, at.originals, at.riding_along)
 
     def run(module: nn.Module, rows: Tensor) -> Tensor:
-        if module in joined:
+        if at.riding_along and module in joined:
             return call(module, rows)
-        alone = call(module, rows[: B * N].unflatten(0, (B, N)))
-        return torch.cat([alone.flatten(0, 1), call(module, rows[B * N :])])
+        alone = call(module, at.view_tokens(rows, at.trunk)).flatten(0, 1)
+        return torch.cat([alone, call(module, rows[at.trunk.stop :])]) if at.riding_along else alone
 
     return run

@@ -1,7 +1,8 @@
-"""Which tasks go together: names, parents, and what follows from them. Values only, no tensors touched.
+"""Which tasks and branches go together: names, parents, and what follows from them. No tensors touched.
 
 No parents is concatenation: tasks side by side that cannot see one another. Parents are extension: a task reads its
-ancestors' class tokens and memory, never the other way. A graph never changes; `add` and `remove` give a new one.
+ancestors' class tokens and memory, never the other way. A task reads the original trunk or one branch; extension may
+cross trunks, since all class tokens travel in one pass. A graph never changes; `add` and `remove` give a new one.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from difflib import get_close_matches
 from graphlib import CycleError, TopologicalSorter
 from typing import TypeVar
 
+from vit_memory.branch import Branch
 from vit_memory.errors import GraphError, UnknownTask
 from vit_memory.regimes import COMPOSABLE, REGIMES
 from vit_memory.task import Task
@@ -18,10 +20,18 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class TaskGraph(Mapping[str, Task]):
-    """Tasks by name, in the order they were added, with all their parents among them and no cycle."""
+    """Tasks by name, in the order they were added, with all their parents and branches and no cycle.
 
-    def __init__(self, tasks: Iterable[Task] = ()) -> None:
+    `branches` holds the branches by name, those that no task stands on included.
+    """
+
+    def __init__(self, tasks: Iterable[Task] = (), branches: Iterable[Branch] = ()) -> None:
         self._tasks: dict[str, Task] = {}
+        self.branches: dict[str, Branch] = {}
+        for branch in branches:
+            if branch.name in self.branches:
+                raise GraphError(f"two branches are called {branch.name!r}; remove or rename one.")
+            self.branches[branch.name] = branch
         for task in tasks:
             if task.name in self._tasks:
                 raise GraphError(f"two tasks are called {task.name!r}; remove or rename one.")
@@ -45,6 +55,8 @@ class TaskGraph(Mapping[str, Task]):
                         f"Add the one it was trained on, train {task.name!r} again, or keep it as it is and pin it to "
                         f"this one: vit-memory task repin {task.name}.safetensors {parent}.safetensors"
                     )
+        known = {digest: branch for branch in self.branches.values() for digest in _digests(branch)}
+        self._branch_of = {task.name: self._find_branch(task, known) for task in self._tasks.values()}
         self._order = parents_first({task.name: task.parents for task in self._tasks.values()})
 
     def __getitem__(self, name: str) -> Task:
@@ -62,21 +74,56 @@ class TaskGraph(Mapping[str, Task]):
     def __contains__(self, name: object) -> bool:
         return name in self._tasks
 
-    def add(self, *tasks: Task) -> "TaskGraph":
-        """This graph and `tasks`, which may extend one another in any order."""
-        return TaskGraph((*self._tasks.values(), *tasks))
+    def _find_branch(self, task: Task, known: Mapping[str, Branch]) -> Branch | None:
+        """The branch that a task stands on; GraphError if it is not here."""
+        ref = task.branch
+        if ref is None:
+            return None
+        if ref.digest in known:
+            return known[ref.digest]
+        same_name = self.branches.get(ref.name)
+        if same_name is not None:
+            raise GraphError(
+                f"task {task.name!r} stands on a branch {ref.name!r} with digest {ref.digest[:12]}…, but the one here "
+                f"has {same_name.digest[:12]}…: another branch of that name, or trained again since. Add the one it "
+                f"was trained on, or train {task.name!r} again."
+            )
+        raise GraphError(
+            f"task {task.name!r} stands on branch {ref.name!r} (digest {ref.digest[:12]}…), not attached: add it, "
+            f"from {ref.name}.branch.safetensors."
+        )
 
-    def remove(self, *names: str) -> "TaskGraph":
-        """This graph without `names`; refused while a task that stays extends one of them."""
+    def branch_of(self, name: str) -> Branch | None:
+        """The branch that a task stands on; None: the original trunk."""
+        return self._branch_of[self[name].name]
+
+    def add(self, *tasks: Task, branches: Iterable[Branch] = ()) -> "TaskGraph":
+        """This graph with more tasks, which may extend one another in any order, and more branches."""
+        return TaskGraph((*self._tasks.values(), *tasks), (*self.branches.values(), *branches))
+
+    def remove(self, *names: str, branches: Sequence[str] = ()) -> "TaskGraph":
+        """This graph without some tasks and branches; refused while a task that stays needs one of them."""
         for name in names:
             self[name]  # unknown names are refused before anything else
+        for branch in branches:
+            if branch not in self.branches:
+                raise UnknownTask(f"no branch {branch!r}. Attached: {', '.join(self.branches) or 'none'}.")
+            standing = [name for name in self if name not in names and self._branch_of[name] is self.branches[branch]]
+            if standing:
+                raise GraphError(
+                    f"{_quoted(standing)} stand{'s' * (len(standing) == 1)} on branch {branch!r}: remove "
+                    f"{'it' if len(standing) == 1 else 'them'} first, or all in one call."
+                )
         for task in self._tasks.values():
             needed = [parent for parent in task.parents if parent in names]
             if needed and task.name not in names:
                 raise GraphError(
                     f"task {task.name!r} extends {_quoted(needed)}: remove {task.name!r} first, or all in one call."
                 )
-        return TaskGraph(task for task in self._tasks.values() if task.name not in names)
+        return TaskGraph(
+            [task for task in self._tasks.values() if task.name not in names],
+            [branch for branch in self.branches.values() if branch.name not in branches],
+        )
 
     def ancestors(self, name: str) -> tuple[str, ...]:
         """Every task that `name` builds on, directly or not, parents before children."""
@@ -114,9 +161,13 @@ def parents_first(parents: Mapping[Key, Iterable[Key]]) -> tuple[Key, ...]:
         raise GraphError(f"tasks extend one another in a circle: {cycle}.") from None
 
 
-def has_digest(task: Task, digest: str) -> bool:
-    """Whether a child pinned to `digest` accepts this task: its content, or what it was before it became float16."""
-    return digest in (task.digest, task.record.half_of)
+def has_digest(item: Task | Branch, digest: str) -> bool:
+    """Whether `digest` names this task or branch: its content, or what it was before it became float16."""
+    return digest in _digests(item)
+
+
+def _digests(item: Task | Branch) -> tuple[str, ...]:
+    return (item.digest,) if item.record.half_of is None else (item.digest, item.record.half_of)
 
 
 def rename_tasks(

@@ -6,7 +6,7 @@ names its tasks.
 """
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,20 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vit_memory.adapter import Adapter
 from vit_memory.backbone import Backbone
+from vit_memory.branch import Branch
 from vit_memory.errors import BackboneMismatch, TaskError, UnknownTask
 from vit_memory.explanation import Explanation, explain_attention
 from vit_memory.families.roles import Roles
 from vit_memory.fused import run_fused
 from vit_memory.graph import TaskGraph
 from vit_memory.joining import JoinPlan
-from vit_memory.learned_reader import LearnedReader, ReadOut
 from vit_memory.outputs import Original, Outputs
-from vit_memory.reader_updates import block_updates, group_readers
+from vit_memory.read_out import ReadOut
 from vit_memory.reading import AttentionWeights, ReaderLayout, Readers, lay_out, place_cells, project_cells, read
 from vit_memory.regimes import REGIMES
 from vit_memory.task import Task, head_output
 from vit_memory.trunk import Trunk, patch_mean, run_trunk
+from vit_memory.updates import PreparedBranch, group_readers, prepare_branch, reader_updates
 
 _CACHED_SELECTIONS = 32  # task selections whose gathered memory is kept; requests tend to repeat a few
 
@@ -42,34 +44,40 @@ class _PreparedTask:
     head_weight: Tensor
     head_bias: Tensor
     scale: Tensor | None  # (2, C) of a regression task, float32
-    reader: LearnedReader | None
+    reader: Adapter | None
     read_out: ReadOut
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Answer:
+    """Where a task's answer comes from."""
+
+    name: str
+    branch: str | None  # the key of the branch it stands on; None: the original trunk
+    position: int | None  # among the readers; None: it reads the final feature of its trunk
+    task: _PreparedTask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Selection:
-    """What a call for certain tasks needs: their readers, and where each task's answer comes from."""
+    """What a call for certain tasks needs: their readers, their branches, and where each answer comes from."""
 
     readers: Readers | None  # None where only `head` tasks are asked for
-    # Name, position among the readers (None: it reads the original feature), task.
-    answers: tuple[tuple[str, int | None, _PreparedTask], ...]
-
-    @property
-    def reads_patches(self) -> bool:
-        """Whether a head reads the mean of the patch tokens."""
-        return any(prepared.read_out.patches for _, _, prepared in self.answers)
+    branches: tuple[PreparedBranch, ...]
+    answers: tuple[_Answer, ...]
 
 
 @dataclass(slots=True, eq=False)
 class _Snapshot:
     """One version of the task set, with what was computed for it so far.
 
-    Calls in several threads fill the two caches without a lock: a cache is never changed, only replaced by a larger
+    Calls in several threads fill the caches without a lock: a cache is never changed, only replaced by a larger
     copy. Of two replacements at once one is lost, and computed again when it is needed.
     """
 
     graph: TaskGraph
     prepared: Mapping[str, _PreparedTask] = field(default_factory=dict)
+    branches: Mapping[str, PreparedBranch] = field(default_factory=dict)  # by name
     selections: Mapping[tuple[str, ...], _Selection] = field(default_factory=dict)
 
 
@@ -82,60 +90,79 @@ class MemoryViT(nn.Module):
     (1, 2)
     """
 
-    def __init__(self, backbone: Backbone, tasks: Iterable[Task] = ()) -> None:
+    def __init__(self, backbone: Backbone, tasks: Iterable[Task] = (), branches: Iterable[Branch] = ()) -> None:
         super().__init__()
         self.backbone = backbone
         self._plan = JoinPlan(backbone.roles)
         self._write_lock = threading.Lock()  # held by whoever replaces the snapshot; calls do not take it
         self._snapshot = _Snapshot(TaskGraph())
-        self.add(*tasks)
+        self.add(*tasks, branches=branches)
 
     @property
     def tasks(self) -> TaskGraph:
-        """The attached tasks, by name."""
+        """The attached tasks, by name; `tasks.branches` are the attached branches."""
         return self._snapshot.graph
 
-    def add(self, *tasks: Task) -> None:
-        """Attach tasks, all or none. They may extend attached ones and each other."""
+    def add(self, *tasks: Task, branches: Iterable[Branch] = ()) -> None:
+        """Attach tasks and branches, all or none. Tasks may extend attached ones and each other."""
+        branches = tuple(branches)
         for task in tasks:
             check_trained_on(task, self.backbone)
+        for branch in branches:
+            check_trained_on(branch, self.backbone)
         with self._write_lock:
             old = self._snapshot
-            self._snapshot = _Snapshot(old.graph.add(*tasks), old.prepared)
+            self._snapshot = _Snapshot(old.graph.add(*tasks, branches=branches), old.prepared, old.branches)
 
-    def remove(self, *names: str) -> None:
-        """Detach tasks, all or none; refused while another task extends one of them."""
+    def remove(self, *names: str, branches: Sequence[str] = ()) -> None:
+        """Detach tasks and branches, all or none; refused while another task extends or stands on one of them."""
         with self._write_lock:
             old = self._snapshot
-            graph = old.graph.remove(*names)
-            self._snapshot = _Snapshot(graph, {name: old.prepared[name] for name in old.prepared if name in graph})
+            graph = old.graph.remove(*names, branches=branches)
+            self._snapshot = _Snapshot(
+                graph,
+                {name: old.prepared[name] for name in old.prepared if name in graph},
+                {name: old.branches[name] for name in old.branches if name in graph.branches},
+            )
 
     def forward(self, images: Tensor, tasks: Sequence[str] | None = None) -> Outputs:
         """Answer for `tasks` (all attached ones by default) and for the backbone, in one pass.
 
-        images: (B, C, height, width), floating point, normalised by the backbone's preprocessing. Only the named tasks
-        and their ancestors are read. No gradient is kept; `fit` trains tasks.
+        images: (B, C, height, width), floating point, normalised by the backbone's preprocessing. Only the named tasks,
+        their ancestors and the branches that these stand on are computed. No gradient is kept; `fit` trains tasks.
         """
         images = self.backbone.check_images(images)
         selection = self._select(tasks)
         roles = self.backbone.roles
-        if selection.readers is None:
-            trunk = run_trunk(roles, images, keep=False)
-            return _answer(selection, trunk.original, (), trunk.patch_mean)
-        original, outputs = run_fused(roles, self._plan, selection.readers, images)
-        mean = patch_mean(roles, original) if selection.reads_patches else None
-        return _answer(selection, original, outputs, mean)
+        if selection.readers is None and not selection.branches:
+            trunk = run_trunk(roles, images, keep=0)
+            return _answer(selection, trunk.output, trunk.patches, ())
+        fused = run_fused(roles, self._plan, selection.readers, images, selection.branches)
+        means: dict[str | None, Tensor] = {}
+
+        def patches(branch: str | None) -> Tensor:
+            if branch not in means:  # not functools.cache, which torch.compile does not know
+                means[branch] = patch_mean(roles, fused.finals[branch])
+            return means[branch]
+
+        return _answer(selection, fused.finals.__getitem__, patches, fused.readers)
 
     def trunk(self, images: Tensor) -> Trunk:
-        """The original tokens' pass alone, with the keys and values that any task can be read from later."""
-        return run_trunk(self.backbone.roles, self.backbone.check_images(images))
+        """The pass of the original tokens and of all branches, with keys and values to read any task from later."""
+        snapshot = self._snapshot
+        branches = [self._prepare_branch(snapshot, branch) for branch in snapshot.graph.branches.values()]
+        return run_trunk(self.backbone.roles, self.backbone.check_images(images), branches=branches)
 
     @torch.no_grad()
     def read(self, trunk: Trunk, tasks: Sequence[str] | None = None) -> Outputs:
         """Answer for `tasks` from a trunk made before, by this backbone."""
-        selection = self._select(tasks)
-        outputs = () if selection.readers is None else read(self.backbone.roles, selection.readers, trunk)
-        return _answer(selection, trunk.original, outputs, trunk.patch_mean)
+        selection, roles = self._select(tasks), self.backbone.roles
+        if any(branch.key not in trunk.branches for branch in selection.branches):
+            raise TaskError(
+                "this trunk lacks a branch that was attached later: make it again with model.trunk(images)."
+            )
+        outputs = () if selection.readers is None else read(roles, selection.readers, trunk)
+        return _answer(selection, trunk.output, trunk.patches, outputs)
 
     @torch.no_grad()
     def explain(self, image: Tensor, task: str) -> Explanation:
@@ -147,11 +174,12 @@ class MemoryViT(nn.Module):
         images = self.backbone.check_images(image[None] if image.dim() == 3 else image)
         if len(images) != 1:
             raise TaskError(f"explain takes one image, {len(images)} given.")
-        readers = self._select((task,), snapshot).readers
+        selection = self._select((task,), snapshot)
+        readers = selection.readers
         assert readers is not None  # a task with a class token has a reader
         weights: list[AttentionWeights] = []
         roles = self.backbone.roles
-        read(roles, readers, run_trunk(roles, images), weights.append)
+        read(roles, readers, run_trunk(roles, images, branches=selection.branches), weights.append)
         grid = images.shape[-2] // roles.patch_size[0], images.shape[-1] // roles.patch_size[1]
         return explain_attention(graph, task, readers.layout, weights, roles.prefix, grid)
 
@@ -176,8 +204,11 @@ class MemoryViT(nn.Module):
             prepared[name] = snapshot.prepared.get(name) or _prepare(graph[name], self.backbone)
         if not torch.compiler.is_compiling():
             snapshot.prepared = {**snapshot.prepared, **prepared}
+        stands_on = {name: graph.branch_of(name) for name in prepared}
+        branches = {b.name: self._prepare_branch(snapshot, b) for b in stands_on.values() if b is not None}
+        keys = {name: None if branch is None else branches[branch.name].key for name, branch in stands_on.items()}
         with_token = [name for name in prepared if prepared[name].token is not None]
-        layout = lay_out_tasks(graph, with_token, self.backbone.device)
+        layout = lay_out_tasks(graph, with_token, self.backbone.device, keys)
         position = {name: i for i, name in enumerate(layout.names)}
         readers = None
         if layout.names:
@@ -193,10 +224,23 @@ class MemoryViT(nn.Module):
                     )
                     for i in range(len(roles.blocks))
                 ),
-                updates=block_updates(roles.blocks, len(layout.names), *group_readers(learned)),
+                updates=reader_updates(roles.blocks, len(layout.names), *group_readers(learned)),
                 read_out=max(prepared[name].read_out.blocks for name in layout.names),
             )
-        return _Selection(readers, tuple((name, position.get(name), prepared[name]) for name in wanted))
+        answers = tuple(_Answer(name, keys[name], position.get(name), prepared[name]) for name in wanted)
+        return _Selection(readers, tuple(branches.values()), answers)
+
+    @torch.no_grad()
+    def _prepare_branch(self, snapshot: _Snapshot, branch: Branch) -> PreparedBranch:
+        prepared = snapshot.branches.get(branch.name)
+        if prepared is None:
+            place = placer(self.backbone)
+            prepared = prepare_branch(
+                self.backbone.roles.blocks, branch.digest, branch.start, branch.adapter.map(place)
+            )
+            if not torch.compiler.is_compiling():
+                snapshot.branches = {**snapshot.branches, branch.name: prepared}
+        return prepared
 
     def _apply(self, fn, recurse: bool = True) -> "MemoryViT":  # type: ignore[no-untyped-def]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -213,16 +257,29 @@ class MemoryViT(nn.Module):
         self._write_lock = threading.Lock()
 
 
-def lay_out_tasks(graph: TaskGraph, names: Sequence[str], device: torch.device) -> ReaderLayout:
-    """The layout of the tasks called `names`: all have class tokens, and all their ancestors are among them."""
+def lay_out_tasks(
+    graph: TaskGraph, names: Sequence[str], device: torch.device, branches: Mapping[str, str | None] | None = None
+) -> ReaderLayout:
+    """The layout of the tasks called `names`: all have class tokens, and all their ancestors are among them.
+
+    `branches` are the keys of the branches that they stand on, if any do.
+    """
     index = {name: i for i, name in enumerate(names)}
     ancestors = [[index[a] for a in graph.ancestors(name) if a in index] for name in names]
-    return lay_out(names, ancestors, [graph[name].cells for name in names]).to(device)
+    keys = None if branches is None else [branches[name] for name in names]
+    return lay_out(names, ancestors, [graph[name].cells for name in names], keys).to(device)
+
+
+def placer(backbone: Backbone) -> Callable[[Tensor], Tensor]:
+    """Moves a tensor to the backbone's device and dtype.
+
+    Always a copy: tensors of a file lie unaligned in it, and products of unaligned weights round differently.
+    """
+    return partial(torch.Tensor.to, device=backbone.device, dtype=backbone.dtype, copy=True)
 
 
 def _prepare(task: Task, backbone: Backbone) -> _PreparedTask:
-    # Always a copy: tensors of a file lie unaligned in it, and products of unaligned weights round differently.
-    place = partial(torch.Tensor.to, device=backbone.device, dtype=backbone.dtype, copy=True)
+    place = placer(backbone)
     roles: Roles = backbone.roles
     keys: tuple[Tensor, ...] = ()
     values: tuple[Tensor, ...] = ()
@@ -246,16 +303,27 @@ def _token(prepared: _PreparedTask) -> Tensor:
     return prepared.token
 
 
-def _answer(selection: _Selection, original: Original, outputs: Sequence[Tensor], patches: Tensor | None) -> Outputs:
-    """Apply the heads to what they read: normed class tokens (B, T, D), the last block's first, and a patch mean."""
+def _answer(
+    selection: _Selection,
+    final_of: Callable[[str | None], Original],
+    patch_mean_of: Callable[[str | None], Tensor],
+    outputs: Sequence[Tensor],
+) -> Outputs:
+    """Apply the heads to what they read: normed class tokens (B, T, D), the last block's first, or features.
+
+    `final_of` and `patch_mean_of` take the key of a branch, or None for the original trunk.
+    """
     answers: dict[str, Tensor] = {}
-    for name, position, prepared in selection.answers:
-        if position is None:
-            feature = original.feature
+    for answer in selection.answers:
+        task = answer.task
+        if answer.position is None:
+            feature = final_of(answer.branch).feature
         else:
-            feature = read_out_features(prepared.read_out, [output[:, position] for output in outputs], patches)
-        answers[name] = head_output(feature, prepared.head_weight, prepared.head_bias, prepared.scale)
-    return Outputs(original, answers)
+            own = [output[:, answer.position] for output in outputs]
+            patches = patch_mean_of(answer.branch) if task.read_out.patches else None
+            feature = read_out_features(task.read_out, own, patches)
+        answers[answer.name] = head_output(feature, task.head_weight, task.head_bias, task.scale)
+    return Outputs(final_of(None), answers)
 
 
 def read_out_features(read_out: ReadOut, outputs: Sequence[Tensor], patches: Tensor | None) -> Tensor:
@@ -267,22 +335,27 @@ def read_out_features(read_out: ReadOut, outputs: Sequence[Tensor], patches: Ten
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def check_trained_on(task: Task, backbone: Backbone) -> None:
-    """Raise BackboneMismatch unless the task was trained on exactly this backbone: the same shape and weights."""
-    trained, loaded = task.backbone, backbone.identity
-    remedy = f"Load {trained.name}, or train the task again on {loaded.name}."
-    if REGIMES[task.regime].own_backbone:  # it names the backbone that it started from; the weights are its own
-        remedy = f"Load the backbone that was trained with it: {task.name}.backbone.safetensors beside its task file."
+def check_trained_on(item: Task | Branch, backbone: Backbone) -> None:
+    """Raise BackboneMismatch unless it was trained on exactly this backbone: the same shape and weights."""
+    trained, loaded = item.backbone, backbone.identity
+    where, again = f"task {item.name!r}", "train the task again"
+    if isinstance(item, Branch):
+        where, again = f"branch {item.name!r}", "train the branch again"
+    remedy = f"Load {trained.name}, or {again} on {loaded.name}."
+    if isinstance(item, Task) and REGIMES[item.regime].own_backbone:  # the weights are its own
+        remedy = f"Load the backbone that was trained with it: {item.name}.backbone.safetensors beside its task file."
     if (trained.width, trained.depth, trained.heads) != (loaded.width, loaded.depth, loaded.heads):
         raise BackboneMismatch(
-            f"task {task.name!r} was trained on {trained.name} (width {trained.width}, {trained.depth} blocks, "
+            f"{where} was trained on {trained.name} (width {trained.width}, {trained.depth} blocks, "
             f"{trained.heads} heads), but the backbone is {loaded.name} (width {loaded.width}, {loaded.depth} blocks, "
             f"{loaded.heads} heads). {remedy}"
         )
     if trained.fingerprint != loaded.fingerprint:
         raise BackboneMismatch(
-            f"task {task.name!r} was trained on {trained.name} with fingerprint {trained.fingerprint[:12]}…, but the "
+            f"{where} was trained on {trained.name} with fingerprint {trained.fingerprint[:12]}…, but the "
             f"backbone {loaded.name} has {loaded.fingerprint[:12]}…: same shape, other weights. {remedy}"
         )
-    if task.reader is not None:
-        task.reader.check_backbone(f"task {task.name!r}", backbone)
+    if isinstance(item, Branch):
+        item.adapter.check_backbone(where, backbone, item.blocks)
+    elif item.reader is not None:
+        item.reader.check_backbone(where, backbone)

@@ -1,8 +1,9 @@
 """Class tokens against a trunk: the heart of the method, as pure tensor code.
 
-A class token reads the original tokens, itself, its own cells, and its ancestors' class tokens and cells. The scores
-of all of them share one softmax; there is no mask over tasks and no T × T term anywhere, so unrelated tasks are
-absent from each other's computation rather than multiplied by zero: a broken one cannot reach them.
+A class token reads the original tokens (from the start block of its branch on, the branch's), itself, its own cells,
+and its ancestors' class tokens and cells. The scores of all of them share one softmax; there is no mask over tasks and
+no T × T term anywhere, so unrelated tasks are absent from each other's computation rather than multiplied by zero: a
+broken one cannot reach them.
 
 Shape letters: B batch, N original tokens, D width, H heads, A = H x head size, T readers, G readers of one group,
 K ancestors, P cells a reader may read (its own and its ancestors').
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 from vit_memory.families.roles import Block, Roles
-from vit_memory.reader_updates import BlockUpdates, with_updates
-from vit_memory.trunk import Run, Trunk, by_heads, call, finish_block, split_qkv
+from vit_memory.trunk import ReadableTrunk, by_heads, finish_block, split_qkv
+from vit_memory.updates import BlockUpdates, Run, call, with_updates
 
 # Ancestors' keys are gathered per reader. Beyond this many readers × ancestors a group is cut, so that a long chain
 # of extensions costs time in proportion to its pairs but never memory.
@@ -39,12 +40,22 @@ class ReaderGroup:
         return replace(self, ancestors=self.ancestors.to(device), cells=self.cells.to(device), readable=readable)
 
 
+@dataclass(frozen=True, slots=True)
+class TrunkReaders:
+    """Neighbouring readers that read the same trunk."""
+
+    branch: str | None  # the key of a branch; None: the original trunk
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ReaderLayout:
-    """The order of the readers, and their groups. The flat table holds their cells in the same order."""
+    """The order of the readers, their groups and their trunks. The flat table holds their cells in the same order."""
 
     names: tuple[str, ...]
     groups: tuple[ReaderGroup, ...]
+    trunks: tuple[TrunkReaders, ...]
 
     def to(self, device: torch.device) -> "ReaderLayout":
         """The same layout with its tensors on that device."""
@@ -84,14 +95,49 @@ class AttentionWeights:
 Recorder = Callable[[AttentionWeights], None]
 
 
-def lay_out(names: Sequence[str], ancestors: Sequence[Sequence[int]], cells: Sequence[int]) -> ReaderLayout:
-    """Order readers into groups of like length. `ancestors[i]` are positions in `names`, `cells[i]` counts its own.
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadTrunk:
+    """What some neighbouring readers read of the trunk in one block."""
 
-    Lengths are put together by powers of two and padded to the longest of the group, so that tasks of one size need
-    no padding at all, and a task with a long ancestry does not lengthen everybody else's.
+    readers: slice
+    keys: Tensor  # (B, H, N, A/H)
+    values: Tensor  # (B, H, N, A/H)
+
+
+def read_trunks(
+    layout: ReaderLayout, keys_and_values: Callable[[str | None], tuple[Tensor, Tensor]]
+) -> list[ReadTrunk]:
+    """What all readers read in one block. Neighbours that still read the same trunk share one product."""
+    parts: list[ReadTrunk] = []
+    for trunk in layout.trunks:
+        keys, values = keys_and_values(trunk.branch)
+        if parts and parts[-1].keys is keys:
+            parts[-1] = ReadTrunk(slice(parts[-1].readers.start, trunk.stop), keys, values)
+        else:
+            parts.append(ReadTrunk(slice(trunk.start, trunk.stop), keys, values))
+    return parts
+
+
+def lay_out(
+    names: Sequence[str],
+    ancestors: Sequence[Sequence[int]],
+    cells: Sequence[int],
+    branches: Sequence[str | None] | None = None,
+) -> ReaderLayout:
+    """Order readers by their trunk, and into groups of like length.
+
+    `ancestors[i]` are positions in `names`, `cells[i]` counts its own, `branches[i]` is the key of the branch that
+    it reads (by default all read the original trunk). Lengths are put together by powers of two and padded to the
+    longest of the group, so that tasks of one size need no padding at all, and a task with a long ancestry does not
+    lengthen everybody else's.
     """
+    branches = branches or [None] * len(names)
+    trunks: dict[str | None, int] = {None: 0}
+    for branch in branches:
+        trunks.setdefault(branch, len(trunks))
     total = [cells[i] + sum(cells[j] for j in ancestors[i]) for i in range(len(names))]
-    order = sorted(range(len(names)), key=lambda i: (len(ancestors[i]).bit_length(), total[i].bit_length()))
+    kinds = [(trunks[branches[i]], len(ancestors[i]).bit_length(), total[i].bit_length()) for i in range(len(names))]
+    order = sorted(range(len(names)), key=kinds.__getitem__)
     position = {i: p for p, i in enumerate(order)}
     rows: list[tuple[int, int]] = []
     for i in order:
@@ -102,14 +148,10 @@ def lay_out(names: Sequence[str], ancestors: Sequence[Sequence[int]], cells: Seq
     groups: list[ReaderGroup] = []
     start = 0
     while start < len(order):
-        first = order[start]
-        alike = (len(ancestors[first]).bit_length(), total[first].bit_length())
-        most = max(1, _GATHERED_PAIRS // (1 << alike[0])) if alike[0] else len(order)
+        kind = kinds[order[start]]
+        most = max(1, _GATHERED_PAIRS // (1 << kind[1])) if kind[1] else len(order)
         stop = start
-        while stop < len(order) and stop - start < most:
-            i = order[stop]
-            if (len(ancestors[i]).bit_length(), total[i].bit_length()) != alike:
-                break
+        while stop < len(order) and stop - start < most and kinds[order[stop]] == kind:
             stop += 1
         members = order[start:stop]
         above = [[position[j] for j in ancestors[i]] for i in members]
@@ -118,7 +160,12 @@ def lay_out(names: Sequence[str], ancestors: Sequence[Sequence[int]], cells: Seq
         ]
         groups.append(_group(start, stop, above, read, zero_row))
         start = stop
-    return ReaderLayout(tuple(names[i] for i in order), tuple(groups))
+    ordered = [branches[i] for i in order]
+    parts = tuple(
+        TrunkReaders(branch, ordered.index(branch), ordered.index(branch) + ordered.count(branch))
+        for branch in dict.fromkeys(ordered)
+    )
+    return ReaderLayout(tuple(names[i] for i in order), tuple(groups), parts)
 
 
 def _group(start: int, stop: int, above: list[list[int]], read: list[list[int]], zero_row: int) -> ReaderGroup:
@@ -169,20 +216,19 @@ def attend_readers(
     roles: Roles,
     block: Block,
     qkv: tuple[Tensor, Tensor, Tensor],
-    trunk: tuple[Tensor, Tensor],
+    trunks: Sequence[ReadTrunk],
     groups: Sequence[ReaderGroup],
     memory: Sequence[Memory],
     record: Recorder | None = None,
 ) -> Tensor:
-    """What T class tokens read in one block: their q, k, v (B, T, A) against trunk keys and values (B, H, N, A/H).
+    """What T class tokens read in one block: their q, k, v (B, T, A) against keys and values of their trunks.
 
-    q, k, v may be (1, T, A), the same for every image. Returns (B, T, A).
+    q, k, v may be (1, T, A), the same for every image. `trunks` follow the order of the readers. Returns (B, T, A).
     """
-    trunk_keys, trunk_values = trunk
-    B, _, N, _ = trunk_keys.shape
+    B, _, N, _ = trunks[0].keys.shape
     q, k, v = (by_heads(x, roles.heads).expand(B, -1, -1, -1) for x in qkv)  # (B, H, T, A/H)
     q, k = block.norm_q(q) * block.scaling, block.norm_k(k)
-    to_trunk = q @ trunk_keys.transpose(-1, -2)  # (B, H, T, N)
+    to_trunk = _joined([q[:, :, part.readers] @ part.keys.transpose(-1, -2) for part in trunks])  # (B, H, T, N)
     to_self = (q * k).sum(-1, keepdim=True)  # (B, H, T, 1)
 
     trunk_weights: list[Tensor] = []
@@ -211,9 +257,14 @@ def attend_readers(
         other_values.append(value)
         if record is not None:
             record(AttentionWeights(group, w_trunk, w_self, w_above, w_cells))
-    w_trunk = trunk_weights[0] if len(trunk_weights) == 1 else torch.cat(trunk_weights, dim=2)
-    others = other_values[0] if len(other_values) == 1 else torch.cat(other_values, dim=2)
-    return (w_trunk @ trunk_values + others).transpose(1, 2).flatten(2)
+    w_trunk, others = _joined(trunk_weights), _joined(other_values)
+    read_in = _joined([w_trunk[:, :, part.readers] @ part.values for part in trunks])
+    return (read_in + others).transpose(1, 2).flatten(2)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Parts (B, H, some readers, …) of all readers, in their order."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)
 
 
 def _gather(group: ReaderGroup, x: Tensor) -> Tensor:
@@ -229,7 +280,7 @@ def _gather(group: ReaderGroup, x: Tensor) -> Tensor:
 
 
 def read(
-    roles: Roles, readers: Readers, trunk: Trunk, record: Recorder | None = None, run: Run = call
+    roles: Roles, readers: Readers, trunk: ReadableTrunk, record: Recorder | None = None, run: Run = call
 ) -> tuple[Tensor, ...]:
     """Run T class tokens through all blocks against a given trunk; returns their normed outputs, each (B, T, D).
 
@@ -238,10 +289,11 @@ def read(
     """
     x = readers.tokens[None]  # (1, T, D): before the first block has read, they are the same for every image
     outputs: list[Tensor] = []
-    for i, (block, k, v, memory) in enumerate(zip(roles.blocks, trunk.keys, trunk.values, readers.memory, strict=True)):
+    for i, (block, memory) in enumerate(zip(roles.blocks, readers.memory, strict=True)):
         apply = with_updates(run, readers.updates[i]) if readers.updates else run
         qkv = split_qkv(block, apply(block.norm1, x), apply)
-        read_in = attend_readers(roles, block, qkv, (k, v), readers.layout.groups, memory, record)
+        trunks = read_trunks(readers.layout, lambda branch, i=i: trunk.at(branch, i))  # type: ignore[misc]
+        read_in = attend_readers(roles, block, qkv, trunks, readers.layout.groups, memory, record)
         x = finish_block(block, x, read_in, apply)
         if i >= len(roles.blocks) - readers.read_out:
             outputs.append(x)

@@ -1,15 +1,19 @@
 """The rule as one dense mask over one token sequence: slow, obvious, trusted. The passes are judged by it.
 
-The sequence is [original tokens | class tokens | memory cells]; who reads whom (Table 1 of the paper):
+The sequence is [original tokens | tokens of each branch | class tokens | memory cells]; who reads whom (Table 1 of the
+paper, and branches):
 
-                   originals   class token k          cells of k
-    original          yes          -                      -
-    class token t     yes      t and its ancestors    t and its ancestors
-    cell               -           -                      -
+                   originals     tokens of branch j    class token k          cells of k
+    original          yes                -                   -                      -
+    branch token       -           its own branch            -                      -
+    class token t  if it stands    if it stands on j   t and its ancestors    t and its ancestors
+                   on no branch
+    cell               -                 -                   -                      -
 
-A learned reader is written out as blocks of its own for its class token: the backbone's weights with its low-rank
-updates merged in, its norms and branches scaled. Unmasked memory, and the two variants in which cells are tokens that
-are handed on, let everybody read everybody.
+A branch is a copy of the original tokens: before its start block its tokens are equal to them, from there on they have
+blocks of their own, the backbone's weights with its low-rank updates merged in, its norms and residuals scaled. So has
+the class token of a learned reader. Unmasked memory, and the two variants in which cells are tokens that are handed on,
+let everybody read everybody.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vit_memory.adapter import Adapter
 from vit_memory.backbone import Backbone
+from vit_memory.branch import Branch
 from vit_memory.choices import Regime
 from vit_memory.errors import TaskError
 from vit_memory.families.roles import Block, Roles, Rotation, projections_of
 from vit_memory.graph import TaskGraph
-from vit_memory.learned_reader import LearnedReader
 from vit_memory.outputs import Original, Outputs
 from vit_memory.regimes import COMPOSABLE
 from vit_memory.task import Task
@@ -32,31 +37,39 @@ from vit_memory.trunk import by_heads, finish_block, patch_mean, split_qkv
 
 
 def rule(originals: int, tasks: Sequence[Task], graph: TaskGraph) -> Tensor:
-    """The table above as bool (S, S) over originals, class tokens, cells: True where the row reads the column."""
-    T, cells = len(tasks), sum(task.cells for task in tasks)
-    size = originals + T + cells
+    """The table above as bool (S, S): True where the row reads the column."""
+    N, T, cells = originals, len(tasks), sum(task.cells for task in tasks)
+    branches = list(graph.branches.values())
+    trunks = N * (1 + len(branches))  # columns of all copies of the original tokens
+    size = trunks + T + cells
     first_cell = {}
-    column = originals + T
+    column = trunks + T
     for task in tasks:
         first_cell[task.name] = column
         column += task.cells
 
     reads = torch.zeros(size, size, dtype=torch.bool)
-    reads[: originals + T, :originals] = True
+    for copy in range(1 + len(branches)):
+        reads[copy * N : (copy + 1) * N, copy * N : (copy + 1) * N] = True
     for t, task in enumerate(tasks):
+        branch = graph.branch_of(task.name)
+        copy = 0 if branch is None else 1 + branches.index(branch)
+        reads[trunks + t, copy * N : (copy + 1) * N] = True
         for name in (task.name, *graph.ancestors(task.name)):
             if name not in first_cell:  # a `head` task among the ancestors has nothing to read
                 continue
             k = [other.name for other in tasks].index(name)
-            reads[originals + t, originals + k] = True
-            reads[originals + t, first_cell[name] : first_cell[name] + tasks[k].cells] = True
+            reads[trunks + t, trunks + k] = True
+            reads[trunks + t, first_cell[name] : first_cell[name] + tasks[k].cells] = True
     # Cells read nothing. A row of a softmax needs something to read, so each gets itself; what it reads is dropped.
-    reads[originals + T :, originals + T :] = torch.eye(cells, dtype=torch.bool)
+    reads[trunks + T :, trunks + T :] = torch.eye(cells, dtype=torch.bool)
     return reads
 
 
 @torch.no_grad()
-def dense_forward(backbone: Backbone, tasks: Sequence[Task], images: Tensor) -> Outputs:
+def dense_forward(
+    backbone: Backbone, tasks: Sequence[Task], images: Tensor, branches: Sequence[Branch] = ()
+) -> Outputs:
     """All tasks at once in one sequence, by the regime they share: composable ones masked, the others unmasked.
 
     Several unmasked tasks together are the naive concatenation that the mask exists to avoid.
@@ -65,9 +78,10 @@ def dense_forward(backbone: Backbone, tasks: Sequence[Task], images: Tensor) -> 
     images = backbone.check_images(images)
     readers = [task for task in tasks if task.class_token is not None]
     regime = _common_regime(tasks)
+    graph = TaskGraph(tasks, branches) if regime in COMPOSABLE else None
     tokens = [task.class_token for task in readers if task.class_token is not None]
     raw = torch.tensor([task.raw_memory for task in readers for _ in range(task.cells)], dtype=torch.bool)
-    original, outputs = dense_pass(
+    trunks, outputs = dense_pass(
         roles,
         images,
         torch.stack(tokens).to(images) if tokens else images.new_zeros(0, roles.width),
@@ -75,19 +89,22 @@ def dense_forward(backbone: Backbone, tasks: Sequence[Task], images: Tensor) -> 
         if readers
         else images.new_zeros(len(roles.blocks), 0, roles.width),
         regime,
-        lambda N: rule(N, readers, TaskGraph(tasks)) if regime in COMPOSABLE else None,
+        lambda N: None if graph is None else rule(N, readers, graph),
         raw,
         [task.reader for task in readers],
+        branches,
     )
     answers = {}
     for task in tasks:
+        branch = None if graph is None else graph.branch_of(task.name)
+        final = trunks[0 if branch is None else 1 + branches.index(branch)]
         if task.class_token is None:
-            answers[task.name] = task.answer(original.feature)
+            answers[task.name] = task.answer(final.feature)
             continue
         own = outputs[:, -task.read_out.blocks :, readers.index(task)].flip(1).flatten(1)  # (B, blocks · D)
-        parts = [own, patch_mean(roles, original)] if task.read_out.patches else [own]
+        parts = [own, patch_mean(roles, final)] if task.read_out.patches else [own]
         answers[task.name] = task.answer(torch.cat(parts, dim=1))
-    return Outputs(original, answers)
+    return Outputs(trunks[0], answers)
 
 
 def dense_pass(
@@ -98,37 +115,48 @@ def dense_pass(
     regime: Regime,
     rule_for: Callable[[int], Tensor | None] = lambda originals: None,
     raw: Tensor | None = None,
-    learned: Sequence[LearnedReader | None] = (),
-) -> tuple[Original, Tensor]:
-    """One sequence of originals, class tokens (T, D) and cells (L, S, D) through all blocks.
+    learned: Sequence[Adapter | None] = (),
+    branches: Sequence[Branch] = (),
+) -> tuple[list[Original], Tensor]:
+    """One sequence of originals, copies for branches, class tokens (T, D) and cells (L, S, D) through all blocks.
 
     `rule_for` makes the mask from the number of original tokens; None lets everybody read everybody. `raw` (S,) marks
-    cells that skip the norm. `learned` are the readers of the class tokens. Returns the original output and the class
-    tokens' normed outputs of every block (B, L, T, D).
+    cells that skip the norm. `learned` are the readers of the class tokens. Returns the final output of the original
+    tokens and of every branch, and the class tokens' normed outputs of every block (B, L, T, D).
     """
     x, rotation = roles.embed(images)
     B, N, _ = x.shape
-    T, S = len(tokens), cells.shape[1]
+    T, S, copies = len(tokens), cells.shape[1], 1 + len(branches)
+    first = N * copies  # the first class token
     reads = rule_for(N)
     reads = None if reads is None else reads.to(x.device)
-    skips_norm = torch.zeros(N + T + S, dtype=torch.bool, device=x.device)
+    skips_norm = torch.zeros(first + T + S, dtype=torch.bool, device=x.device)
     if raw is not None:
-        skips_norm[N + T :] = raw.to(x.device)
-    x = torch.cat([x, roles.pre_norm(tokens).expand(B, -1, -1), cells[0].expand(B, -1, -1)], dim=1)
+        skips_norm[first + T :] = raw.to(x.device)
+    x = torch.cat([*[x] * copies, roles.pre_norm(tokens).expand(B, -1, -1), cells[0].expand(B, -1, -1)], dim=1)
     outputs = []
     for i, block in enumerate(roles.blocks):
-        carried = x[:, N + T :]
+        carried = x[:, first + T :]
         if regime == "propagated":
             entering = carried
         elif regime == "additive":
             entering = carried + cells[i] if i else carried
         else:
             entering = cells[i].expand(B, -1, -1)
-        own = {N + t: _merged(block, reader, i) for t, reader in enumerate(learned) if reader is not None}
-        x = torch.cat([x[:, : N + T], entering], dim=1)
-        x = _dense_block(roles, block, x, reads, rotation, skips_norm, N, own)
-        outputs.append(roles.final_norm(x[:, N : N + T]))
-    return roles.finish(x[:, :N]), torch.stack(outputs, dim=1)
+        own = [
+            (slice(N * (1 + j), N * (2 + j)), _merged(block, branch.adapter, i - branch.start))
+            for j, branch in enumerate(branches)
+            if i >= branch.start
+        ] + [
+            (slice(first + t, first + t + 1), _merged(block, reader, i))
+            for t, reader in enumerate(learned)
+            if reader is not None
+        ]
+        x = torch.cat([x[:, : first + T], entering], dim=1)
+        x = _dense_block(roles, block, x, reads, rotation, skips_norm, (N, copies), own)
+        outputs.append(roles.final_norm(x[:, first : first + T]))
+    finals = [roles.finish(x[:, copy * N : (copy + 1) * N]) for copy in range(copies)]
+    return finals, torch.stack(outputs, dim=1)
 
 
 def _dense_block(
@@ -138,33 +166,38 @@ def _dense_block(
     reads: Tensor | None,
     rotation: Rotation | None,
     skips_norm: Tensor,
-    N: int,
-    own: dict[int, Block],
+    trunks: tuple[int, int],
+    own: Sequence[tuple[slice, Block]],
 ) -> Tensor:
-    """One block over the whole sequence; the tokens in `own`, by position, have a block of their own."""
+    """One block over the whole sequence; some tokens have a block of their own. `trunks`: their tokens and number."""
+    N, copies = trunks
     normed = torch.where(skips_norm[:, None], x, block.norm1(x))
     q, k, v = split_qkv(block, normed)
-    for t, merged in own.items():
-        own_q, own_k, own_v = split_qkv(merged, merged.norm1(x[:, t]))
-        q, k, v = _put(q, t, own_q), _put(k, t, own_k), _put(v, t, own_v)
+    for where, merged in own:
+        own_q, own_k, own_v = split_qkv(merged, merged.norm1(x[:, where]))
+        q, k, v = _put(q, where, own_q), _put(k, where, own_k), _put(v, where, own_v)
     q, k, v = (by_heads(part, roles.heads) for part in (q, k, v))
     q, k = block.norm_q(q), block.norm_k(k)
     if roles.rotate is not None and rotation is not None:
-        q_turned, k_turned = roles.rotate(q[:, :, :N], k[:, :, :N], rotation)
-        q, k = torch.cat([q_turned, q[:, :, N:]], dim=2), torch.cat([k_turned, k[:, :, N:]], dim=2)
+        turned = [
+            roles.rotate(q[:, :, copy * N : (copy + 1) * N], k[:, :, copy * N : (copy + 1) * N], rotation)
+            for copy in range(copies)
+        ]
+        q = torch.cat([*(pair[0] for pair in turned), q[:, :, copies * N :]], dim=2)
+        k = torch.cat([*(pair[1] for pair in turned), k[:, :, copies * N :]], dim=2)
     scores = (q @ k.transpose(-1, -2)) * block.scaling
     if reads is not None:
         scores = scores.masked_fill(~reads, float("-inf"))
     attended = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
     out = finish_block(block, x, attended)
-    for t, merged in own.items():
-        out = _put(out, t, finish_block(merged, x[:, t], attended[:, t]))
+    for where, merged in own:
+        out = _put(out, where, finish_block(merged, x[:, where], attended[:, where]))
     return out
 
 
-def _put(x: Tensor, t: int, token: Tensor) -> Tensor:
-    """x (B, S, width) with `token` (B, width) in place t."""
-    return x.index_copy(1, torch.tensor([t], device=x.device), token[:, None])
+def _put(x: Tensor, where: slice, tokens: Tensor) -> Tensor:
+    """x (B, S, width) with other tokens (B, n, width) in these places."""
+    return torch.cat([x[:, : where.start], tokens, x[:, where.stop :]], dim=1)
 
 
 class _Scaled(nn.Module):
@@ -190,13 +223,13 @@ class _Merged(nn.Module):
         return F.linear(x, self.linear.weight + self.added.to(x), self.linear.bias)
 
 
-def _merged(block: Block, reader: LearnedReader, i: int) -> Block:
-    """Block i as one learned reader has it: its low-rank updates added to the weights, its gains around the modules."""
+def _merged(block: Block, adapter: Adapter, i: int) -> Block:
+    """A block with row i of an adapter: low-rank updates added to the weights, gains around the modules."""
     added: dict[nn.Module, Tensor] = {}
     projections = projections_of(block)
-    for name, update in reader.low_rank.items():
+    for name, update in adapter.low_rank.items():
         part = projections[name]
-        delta = F.pad(update.B[i] @ update.A[i], (0, 0, *part.padding))
+        delta = F.pad(update.scaling * update.B[i] @ update.A[i], (0, 0, *part.padding))
         added[part.module] = added.get(part.module, 0) + delta
 
     def merge(modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
@@ -206,9 +239,9 @@ def _merged(block: Block, reader: LearnedReader, i: int) -> Block:
         )
 
     own = replace(block, qkv=merge(block.qkv), project=merge(block.project), mlp=merge(block.mlp))
-    if reader.gains is None:
+    if adapter.gains is None:
         return own
-    norm1, shift1, attention, norm2, shift2, mlp = reader.gains[i]
+    norm1, shift1, attention, norm2, shift2, mlp = adapter.gains[i]
     return replace(
         own,
         norm1=_Scaled(own.norm1, 1 + norm1, shift1),

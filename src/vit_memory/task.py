@@ -3,21 +3,22 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vit_memory.adapter import DEFAULT_PROJECTIONS, Adapter, new_adapter
 from vit_memory.backbone import Backbone, BackboneIdentity
 from vit_memory.choices import Kind, Projection, Regime, Start
 from vit_memory.errors import TaskError
-from vit_memory.learned_reader import DEFAULT_PROJECTIONS, FINAL, LearnedReader, ReadOut, new_reader
 from vit_memory.preprocessing import Preprocessing
+from vit_memory.read_out import FINAL, ReadOut
 from vit_memory.regimes import REGIMES
 
 MEMORY_STD = 0.02  # the paper's, for memory cells drawn before the norm
@@ -47,7 +48,7 @@ def head_output(feature: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | N
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """Where a task comes from, for people and for later runs. No answer depends on it."""
+    """Where a task or a branch comes from, for people and for later runs. No answer depends on it."""
 
     created: str = ""  # ISO 8601, UTC
     library_version: str = ""
@@ -55,6 +56,26 @@ class TaskRecord:
     recipe: Mapping[str, Any] = field(default_factory=dict)  # JSON values
     metrics: Mapping[str, Any] = field(default_factory=dict)  # JSON values
     half_of: str | None = None  # where the file keeps float16: the digest of the task in full
+
+
+@dataclass(frozen=True, slots=True)
+class BranchRef:
+    """The branch that a task stands on: found by its digest, named for people."""
+
+    name: str
+    digest: str
+
+    @property
+    def ref(self) -> "BranchRef":
+        """Itself."""
+        return self
+
+
+class BranchLike(Protocol):
+    """A `Branch`, or a reference to one."""
+
+    @property
+    def ref(self) -> BranchRef: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # eq=False: comparing tensors gives no single bool
@@ -65,7 +86,8 @@ class Task:
     keys and values only; they pass the block's first norm like every token of the block, unless `raw_memory` (files of
     the 2023 reproduction, which put them in after it). `reader` is what a task of regime `reader` learned about how its
     class token reads, and `read_out` what its head reads: F = D values, or a multiple. `parents` are names of the tasks
-    this one extends, and `parent_digests` what their content was when it learned to read them.
+    this one extends, and `parent_digests` what their content was when it learned to read them. A task on a `branch`
+    reads the branch's tokens instead of the original ones, from the branch's start block on.
     """
 
     name: str
@@ -82,8 +104,9 @@ class Task:
     parent_digests: Mapping[str, str] = field(default_factory=dict)  # of the parents that are pinned
     thresholds: tuple[float, ...] | None = None  # (C,) multi-label: probability from which a label counts as present
     target_scale: TargetScale | None = None  # regression: the user's units; None answers as the head does
-    reader: LearnedReader | None = None  # regime `reader` only
+    reader: Adapter | None = None  # regime `reader` only
     read_out: ReadOut = FINAL
+    branch: BranchRef | None = None  # None: it reads the original tokens
     record: TaskRecord = field(default_factory=TaskRecord)
 
     def __post_init__(self) -> None:
@@ -112,6 +135,8 @@ class Task:
                 f"{where}: regime {self.regime!r} has no memory cells, {self.cells} given; regime 'memory' has."
             )
         self._check_reader(where)
+        if self.branch is not None and facts.conflict is not None:
+            raise TaskError(f"{where}: a task of regime {self.regime!r} cannot stand on a branch: {facts.conflict}.")
         if self.name in self.parents:
             raise TaskError(f"{where} extends itself.")
         if len(set(self.parents)) != len(self.parents):
@@ -133,7 +158,7 @@ class Task:
             return
         if self.reader is None:
             raise TaskError(f"{where}: regime 'reader' needs a learned reader.")
-        if not any(True for _ in self.reader.tensors()) and self.read_out == FINAL:
+        if self.reader.empty and self.read_out == FINAL:
             raise TaskError(
                 f"{where}: a reader without gains, low-rank updates or read-outs has nothing to learn. Give it one of "
                 f"them, or use regime 'class' or 'memory'."
@@ -208,12 +233,11 @@ class Task:
         if self.reader is not None:
             described["reader"] = [name for name, _ in self.reader.tensors()]
             described["read_out"] = str(self.read_out)
-        digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-        for tensor in self.tensors().values():
-            values = tensor.detach().to("cpu", torch.float32).contiguous()
-            digest.update(f"{tuple(values.shape)}".encode())
-            digest.update(values.numpy().tobytes())
-        return digest.hexdigest()
+            if self.reader.scalings:
+                described["scaling"] = self.reader.scalings
+        if self.branch is not None:
+            described["branch"] = self.branch.digest
+        return content_digest(described, self.tensors().values())
 
     def answer(self, feature: Tensor) -> Tensor:
         """Its output (…, C) for what its head reads (…, F): final, normed class tokens, or pooled features."""
@@ -236,6 +260,7 @@ def new_task(
     gains: bool = False,
     projections: Sequence[Projection] = DEFAULT_PROJECTIONS,
     read_out: str | ReadOut = FINAL,
+    branch: BranchLike | None = None,
     generator: torch.Generator | None = None,
 ) -> Task:
     """A task before training: class token as the original one, cells from N(0, `memory_std`), head at zero.
@@ -243,8 +268,8 @@ def new_task(
     `cells` defaults to 5 in the memory regimes, and to none in the others. Regime `reader` takes `gains`, the `rank` of
     low-rank updates of `projections`, and a `read_out`: final, patches, blocks:N, or several joined by +. Untrained, a
     reader answers as regime `class` (or `memory`, with cells) does. Parents given as tasks are pinned
-    to their content: the new task will not attach beside others of their names. Tensors are float32 on the CPU,
-    whatever the backbone computes in.
+    to their content: the new task will not attach beside others of their names. With a `branch` it reads
+    that branch. Tensors are float32 on the CPU, whatever the backbone computes in.
 
     >>> task = new_task(backbone, "pets", ["cat", "dog"], cells=5)
     >>> tuple(task.memory.shape) == (backbone.depth, 5, backbone.width)
@@ -274,7 +299,7 @@ def new_task(
     memory = drawn(backbone.depth, cells, backbone.width)
     reader = None
     if facts.reader:
-        reader = new_reader(backbone, where, rank=rank, gains=gains, projections=projections, generator=generator)
+        reader = new_adapter(backbone, where, rank=rank, gains=gains, projections=projections, generator=generator)
     return Task(
         name=name,
         labels=tuple(labels),
@@ -284,25 +309,41 @@ def new_task(
         memory=memory,
         reader=reader,
         read_out=read_out,
+        branch=None if branch is None else branch.ref,
         backbone=backbone.identity,
         regime=regime,
         kind=kind,
         parents=tuple(parent if isinstance(parent, str) else parent.name for parent in parents),
         parent_digests={parent.name: parent.digest for parent in parents if isinstance(parent, Task)},
-        record=TaskRecord(
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            library_version=version("vit-memory"),
-            preprocessing=backbone.preprocessing,
-        ),
+        record=new_record(backbone),
     )
 
 
-def check_name(name: str) -> None:
-    """Task names end up in files, addresses and tables: letters, digits, and . _ - inside."""
+def new_record(backbone: Backbone) -> TaskRecord:
+    """The record of something that is made now."""
+    return TaskRecord(
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        library_version=version("vit-memory"),
+        preprocessing=backbone.preprocessing,
+    )
+
+
+def content_digest(described: Mapping[str, Any], tensors: Iterable[Tensor]) -> str:
+    """A hash of JSON values and tensors; their precision does not count."""
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    for tensor in tensors:
+        values = tensor.detach().to("cpu", torch.float32).contiguous()
+        digest.update(f"{tuple(values.shape)}".encode())
+        digest.update(values.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_name(name: str, what: str = "task") -> None:
+    """Names of tasks and branches end up in files, addresses and tables: letters, digits, and . _ - inside."""
     allowed = all(character.isalnum() or character in "._-" for character in name)
     if not name or not allowed or not name[0].isalnum() or len(name) > 100:
         raise TaskError(
-            f"task name {name!r}: use 1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or digit."
+            f"{what} name {name!r}: use 1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or digit."
         )
 
 

@@ -1,21 +1,46 @@
 """The original tokens' pass, block by block, and the trunk it leaves behind for readers.
 
 The same operations in the same order on the same shapes as the library, so the same bits (promise 1). No task is
-known here: whatever is attached, a trunk is the same.
+known here: whatever is attached, a trunk is the same. A branch goes on from the original tokens at its start block
+with copies of them, which its adapter changes; the originals never see them.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from vit_memory.buffers import BufferPool
 from vit_memory.families.roles import Block, Roles, Rotation
 from vit_memory.outputs import Original
+from vit_memory.updates import PreparedBranch, Run, call, with_updates
 
-Run = Callable[[nn.Module, Tensor], Tensor]  # how a row-wise module is applied to tokens
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BranchTrunk:
+    """What class tokens read of a branch: the keys and values of its blocks, and what becomes of its tokens."""
+
+    start: int  # its first block
+    keys: tuple[Tensor, ...]  # per block from `start` on (B, H, N, A/H)
+    values: tuple[Tensor, ...]
+    output: Original  # of its tokens, as the library ends
+    patch_mean: Tensor  # (B, D), see `patch_mean`
+
+
+class ReadableTrunk(Protocol):
+    """What class tokens and heads read; a branch is named by its key, None means the original trunk."""
+
+    def at(self, branch: str | None, block: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, H, N, A/H) of a block."""
+
+    def output(self, branch: str | None) -> Original:
+        """The final output of the tokens."""
+
+    def patches(self, branch: str | None) -> Tensor:
+        """The mean of the final patch tokens (B, D)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,17 +51,37 @@ class Trunk:
     values: tuple[Tensor, ...]  # per block (B, H, N, A/H)
     original: Original
     patch_mean: Tensor  # (B, D), see `patch_mean`
+    branches: Mapping[str, BranchTrunk] = field(default_factory=dict)  # by key
+
+    def at(self, branch: str | None, block: int) -> tuple[Tensor, Tensor]:
+        """The keys and values that readers of a branch (None: of the original trunk) read in a block."""
+        if branch is not None and block >= self.branches[branch].start:
+            own = self.branches[branch]
+            return own.keys[block - own.start], own.values[block - own.start]
+        return self.keys[block], self.values[block]
+
+    def output(self, branch: str | None) -> Original:
+        """The final output of the original tokens, or of a branch's."""
+        return self.original if branch is None else self.branches[branch].output
+
+    def patches(self, branch: str | None) -> Tensor:
+        """The patch mean of the original tokens, or of a branch's."""
+        return self.patch_mean if branch is None else self.branches[branch].patch_mean
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BranchStart:
+    """What branches in training start from: the tokens that enter their first blocks, computed without a graph."""
+
+    keys: tuple[Tensor, ...]  # per block (B, H, N, A/H), of the blocks that class tokens read before a branch starts
+    values: tuple[Tensor, ...]
+    tokens: Mapping[int, Tensor]  # (B, N, D) by block
+    rotation: Rotation | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PooledTrunk(Trunk):
     """A trunk whose keys and values lie in a buffer pool: they are overwritten when the pool is used for the next."""
-
-
-def call(module: nn.Module, x: Tensor) -> Tensor:
-    """Call a module whose result is a Tensor."""
-    y: Tensor = module(x)
-    return y
 
 
 def split_qkv(block: Block, normed: Tensor, run: Run = call) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,25 +141,108 @@ def run_originals(roles: Roles, images: Tensor) -> Original:
     return roles.finish(x)
 
 
+@dataclass(slots=True, eq=False)
+class _KeysAndValues:
+    """Those of a trunk or branch, collected block by block: of the first `keep` blocks."""
+
+    keep: int
+    pool: BufferPool | None
+    name: str  # of the trunk, in the pool
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def add(self, k: Tensor, v: Tensor) -> None:
+        if len(self.keys) >= self.keep:
+            return
+        # Head by head, as readers' products want them: they would else copy them, and keep both for a graph.
+        for kept, name, x in ((self.keys, "keys", k), (self.values, "values", v)):
+            key = (name, self.name, len(kept))
+            kept.append(x.contiguous() if self.pool is None else self.pool.copy_in(key, x))
+
+
 @torch.no_grad()
-def run_trunk(roles: Roles, images: Tensor, *, keep: bool = True, pool: BufferPool | None = None) -> Trunk:
-    """One pass of the original tokens alone over images (B, C, height, width); keys and values only if kept.
+def run_trunk(
+    roles: Roles,
+    images: Tensor,
+    *,
+    keep: int | None = None,
+    pool: BufferPool | None = None,
+    branches: Sequence[PreparedBranch] = (),
+) -> Trunk:
+    """One pass of the original tokens over images (B, C, height, width), and of the branches that leave them.
 
-    With a `pool` the result is a `PooledTrunk`, which lasts until the next call with the same pool.
+    Of the original tokens, keys and values of the first `keep` blocks are kept (all by default). With a `pool` the
+    result is a `PooledTrunk`, which lasts until the next call with the same pool.
     """
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
+    kept = _KeysAndValues(len(roles.blocks) if keep is None else keep, pool, "")
+    entering: dict[int, Tensor] = {}
+    starts = {branch.start for branch in branches}
     x, rotation = roles.embed(images)
-
-    def attend(block: Block, x: Tensor) -> Tensor:
-        attended, k, v = attend_originals(roles, block, *split_qkv(block, block.norm1(x)), rotation)
-        if keep:  # head by head, as readers' products want them: they would else copy them, and keep both for a graph
-            keys.append(k.contiguous() if pool is None else pool.copy_in(("keys", len(keys)), k))
-            values.append(v.contiguous() if pool is None else pool.copy_in(("values", len(values)), v))
-        return attended
-
-    for block in roles.blocks:
-        x = finish_block(block, x, attend(block, x))
+    for i, block in enumerate(roles.blocks):
+        if i in starts:
+            entering[i] = x
+        x = _run_block(roles, block, x, rotation, kept)
     trunk_type = Trunk if pool is None else PooledTrunk
     original = roles.finish(x)
-    return trunk_type(tuple(keys), tuple(values), original, patch_mean(roles, original))
+    del x
+    return trunk_type(
+        tuple(kept.keys),
+        tuple(kept.values),
+        original,
+        patch_mean(roles, original),
+        {branch.key: run_branch(roles, branch, entering[branch.start], rotation, pool=pool) for branch in branches},
+    )
+
+
+@torch.no_grad()
+def run_to_branches(
+    roles: Roles, images: Tensor, starts: Sequence[int], *, keep: int, pool: BufferPool | None = None
+) -> BranchStart:
+    """The original tokens' pass over images (B, C, height, width) up to the last of the blocks `starts`.
+
+    Keys and values of the first `keep` blocks are kept.
+    """
+    kept = _KeysAndValues(keep, pool, "")
+    tokens: dict[int, Tensor] = {}
+    x, rotation = roles.embed(images)
+    for i in range(max(starts) + 1):
+        if i in starts:
+            tokens[i] = x
+        if i < max(starts):
+            x = _run_block(roles, roles.blocks[i], x, rotation, kept)
+    return BranchStart(tuple(kept.keys), tuple(kept.values), tokens, rotation)
+
+
+def run_branch(
+    roles: Roles,
+    branch: PreparedBranch,
+    x: Tensor,
+    rotation: Rotation | None,
+    *,
+    keep: bool = True,
+    pool: BufferPool | None = None,
+    run: Run = call,
+) -> BranchTrunk:
+    """A branch's pass over the tokens x (B, N, D) that enter its first block, with a graph to its adapter if asked.
+
+    `run` applies the backbone's modules. Keys and values are kept unless nothing reads them.
+    """
+    blocks = roles.blocks[branch.start :]
+    kept = _KeysAndValues(len(blocks) if keep else 0, pool, branch.key)
+    for block, updates in zip(blocks, branch.updates, strict=True):
+        x = _run_block(roles, block, x, rotation, kept, with_updates(run, updates))
+    output = roles.finish(x)
+    return BranchTrunk(branch.start, tuple(kept.keys), tuple(kept.values), output, patch_mean(roles, output))
+
+
+def _run_block(
+    roles: Roles, block: Block, x: Tensor, rotation: Rotation | None, kept: _KeysAndValues, run: Run = call
+) -> Tensor:
+    """One block over tokens x (B, N, D) that read each other."""
+
+    def attend() -> Tensor:  # its own scope: nothing but the result is alive in the rest of the block
+        attended, k, v = attend_originals(roles, block, *split_qkv(block, run(block.norm1, x), run), rotation)
+        kept.add(k, v)
+        return attended
+
+    return finish_block(block, x, attend(), run)

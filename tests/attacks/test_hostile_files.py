@@ -101,14 +101,14 @@ RECIPES = {
     "NaN-filled": (with_values(float("nan")), DamagedFile, "memory holds NaN or infinite values"),
     "infinite": (with_values(float("inf")), DamagedFile, "memory holds NaN or infinite values"),
     "newer version": (
-        with_header(lambda h: h["__metadata__"].update(format="vit-memory-task/4")),
+        with_header(lambda h: h["__metadata__"].update(format="vit-memory-task/5")),
         NewerFormat,
-        r"written in format vit-memory-task/4; .* pip install -U vit-memory",
+        r"written in format vit-memory-task/5; .* pip install -U vit-memory",
     ),
     "another format": (
         with_header(lambda h: h["__metadata__"].update(format="lora/1")),
         DamagedFile,
-        "format 'lora/1', expected vit-memory-task/3",
+        "format 'lora/1', expected vit-memory-task/4",
     ),
     "wrong dtype": (
         with_header(lambda h: h["memory"].update(dtype="I64")),

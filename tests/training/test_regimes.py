@@ -23,6 +23,7 @@ from vit_memory.training.ranks import Ranks
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.regimes import SWEEPS, build_sweep
 from vit_memory.training.sweep import Setting
+from vit_memory.training.trunk_sweep import TrunkSweep
 
 RECIPE = Recipe(steps=40, batch=12, augment="none", learning_rates=(0.05, 0.2), evaluate_every=20)
 NOT_COMPOSABLE = [regime for regime in SWEEPS if regime not in COMPOSABLE]
@@ -104,7 +105,7 @@ def test_unmasked_gradients_are_those_of_numeric_differences(backbone):  # noqa:
 
 
 def test_the_regimes_that_compose_are_those_that_train_on_one_trunk():
-    assert {regime for regime, sweep in SWEEPS.items() if sweep.storable} == COMPOSABLE
+    assert {regime for regime, sweep in SWEEPS.items() if sweep is TrunkSweep} == COMPOSABLE
 
 
 def test_what_a_regime_cannot_do_is_refused(backbone):  # noqa: F811

@@ -73,7 +73,7 @@ def test_told_nothing_it_tries_every_method_keeps_the_best_and_shows_what_each_p
     assert "holds a training already" in str(refused.exception)
     rows = json.loads((tmp_path / "runs/birds/settings.json").read_text())
     methods = dict.fromkeys(row["setting"].split(", rate")[0] for row in rows)
-    assert list(methods) == ["head", "class", "5 cells", "gains", "rank 8 + gains"]
+    assert list(methods) == ["head", "class", "5 cells", "gains + patches", "rank 8 + gains + patches"]
     task, second = (load_task(tmp_path / folder / "birds.safetensors") for folder in ("runs/birds", "again"))
     assert task.digest == second.digest
     best = max(row["validation_accuracy"] for row in rows)

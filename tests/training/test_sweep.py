@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 from builders import images, tiny_backbone, trained, variant_params
 from vit_memory import MemoryViT, Preprocessing, load_backbone, new_task
+from vit_memory.adapter import Adapter, LowRank
 from vit_memory.data.images import ImageArray
 from vit_memory.data.splits import Split
 from vit_memory.errors import BackboneMismatch, TrainingError
 from vit_memory.graph import TaskGraph
-from vit_memory.learned_reader import LearnedReader, LowRank
 from vit_memory.training.callbacks import Callbacks, Progress
 from vit_memory.training.fit import fit
 from vit_memory.training.grid import Grid
@@ -188,7 +188,7 @@ def _assert_gradients_of_the_reference(backbone, task):
 
 def with_tensors(task, tensors):
     """The task with other values: the inverse of `Task.tensors`."""
-    reader = task.reader and LearnedReader(
+    reader = task.reader and Adapter(
         tensors.get("gains"),
         {name: LowRank(tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]) for name in task.reader.low_rank},
     )

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from vit_memory.cli import cache, data, demo, evaluate, files, predict, tasks, train, verify
+from vit_memory.cli import branches, cache, data, demo, evaluate, files, interop, predict, tasks, train, verify
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -23,8 +23,10 @@ app.command("verify")(verify.verify)
 app.command("inspect")(files.inspect)
 app.add_typer(files.bundle_app, name="bundle")
 app.add_typer(tasks.task_app, name="task")
+app.add_typer(branches.branch_app, name="branch")
 app.add_typer(cache.cache_app, name="cache")
-app.command("import")(files.import_reproduction)
+app.command("import")(interop.import_model)
+app.command("export")(interop.export)
 app.command("push")(files.push)
 app.command("pull")(files.pull)
 

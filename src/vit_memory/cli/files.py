@@ -1,39 +1,47 @@
-"""vit-memory inspect, bundle, import, push, pull: task files and bundles."""
+"""vit-memory inspect, bundle, push, pull: task files, branch files and bundles."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vit_memory.cli.tasks import Rename, parse_rename
+
+if TYPE_CHECKING:
+    from vit_memory.files.bundle import Bundle
 
 bundle_app = typer.Typer(
     rich_markup_mode=None, no_args_is_help=True, help="Make and change bundles: folders with the tasks of one backbone."
 )
 
 BundleFolder = Annotated[Path, typer.Argument(metavar="BUNDLE", help="The bundle's folder.")]
-TaskFiles = Annotated[list[Path], typer.Argument(metavar="FILE", help="Task files (.safetensors).", exists=True)]
-Half = Annotated[bool, typer.Option("--half", help="Write the tasks as float16.  [default: as in their files]")]
+TaskFiles = Annotated[
+    list[Path], typer.Argument(metavar="FILE", help="Task or branch files (.safetensors).", exists=True)
+]
+Half = Annotated[bool, typer.Option("--half", help="Write the files as float16.  [default: as they are]")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
 
 def inspect(files: TaskFiles, as_json: AsJson = False) -> None:
-    """Show labels, backbone, size, parents, metrics of task files."""
-    from vit_memory.files.card import card, facts
+    """Show labels, backbone, size, parents, metrics of task and branch files."""
+    from vit_memory.files.branchfile import is_branch_file, load_branch
+    from vit_memory.files.card import branch_card, branch_facts, card, facts
     from vit_memory.files.taskfile import load_task
 
-    tasks = [(path, load_task(path)) for path in files]
-    if as_json:
-        typer.echo(json.dumps([facts(path, task) for path, task in tasks], indent=2, ensure_ascii=False))
-    else:
-        typer.echo("\n\n".join(card(path, task) for path, task in tasks))
+    shown = [
+        (branch_facts if as_json else branch_card)(path, load_branch(path))
+        if is_branch_file(path)
+        else (facts if as_json else card)(path, load_task(path))
+        for path in files
+    ]
+    typer.echo(json.dumps(shown, indent=2, ensure_ascii=False) if as_json else "\n\n".join(map(str, shown)))
 
 
 @bundle_app.command()
 def create(
     folder: BundleFolder,
-    files: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="Task files to add.")] = None,
+    files: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="Task and branch files to add.")] = None,
     backbone: Annotated[
         str | None,
         typer.Option(help="bundled, a Hugging Face id or folder, or timm:<name>.  [default: that of the first task]"),
@@ -43,24 +51,36 @@ def create(
 ) -> None:
     """Create a bundle in a new or empty folder."""
     from vit_memory.backbone import load_backbone
+    from vit_memory.files.branchfile import is_branch_file, load_branch
     from vit_memory.files.bundle import Bundle
-    from vit_memory.files.card import counted
     from vit_memory.files.collect import add_files
     from vit_memory.files.taskfile import load_task
 
     if not files and backbone is None:
         raise typer.BadParameter("give task files, or --backbone for an empty bundle.")
-    identity = load_backbone(backbone).identity if backbone else load_task((files or [])[0]).backbone
+    if backbone:
+        identity = load_backbone(backbone).identity
+    else:
+        first = (files or [])[0]
+        identity = (load_branch(first) if is_branch_file(first) else load_task(first)).backbone
     names = parse_rename(rename)
     bundle = add_files(Bundle.begin(folder, identity), files or [], half=half or None, rename=names)
-    typer.echo(f"{folder}: {counted(len(bundle.entries), 'task')} for {bundle.backbone.name}")
+    typer.echo(f"{folder}: {_contents(bundle)} for {bundle.backbone.name}")
+
+
+def _contents(bundle: "Bundle") -> str:
+    """How many tasks and branches it holds."""
+    from vit_memory.files.card import counted
+
+    branches = f", {counted(len(bundle.branch_entries), 'branch')}" if bundle.branch_entries else ""
+    return f"{counted(len(bundle.entries), 'task')}{branches}"
 
 
 @bundle_app.command()
 def add(folder: BundleFolder, files: TaskFiles, half: Half = False, rename: Rename = None) -> None:
-    """Add task files to a bundle, and the parents that they extend.
+    """Add task and branch files to a bundle, with the parents that tasks extend and the branches they stand on.
 
-    Parents that are not given are read from the folder of the task file.
+    Parents and branches that are not given are read from the folder of the task file.
     """
     from vit_memory.files.bundle import Bundle
     from vit_memory.files.collect import add_files
@@ -68,19 +88,24 @@ def add(folder: BundleFolder, files: TaskFiles, half: Half = False, rename: Rena
     before = Bundle.open(folder)
     after = add_files(before, files, half=half or None, rename=parse_rename(rename))
     added = [entry.name for entry in after.entries[len(before.entries) :]]
-    typer.echo(f"{folder}: added {', '.join(added) or 'nothing; it holds these tasks already'}")
+    added += [f"branch {entry.name}" for entry in after.branch_entries[len(before.branch_entries) :]]
+    typer.echo(f"{folder}: added {', '.join(added) or 'nothing; it holds these files already'}")
 
 
 @bundle_app.command()
 def remove(
     folder: BundleFolder,
-    names: Annotated[list[str], typer.Argument(metavar="TASK", help="Names of the tasks to remove.")],
+    names: Annotated[list[str] | None, typer.Argument(metavar="TASK", help="Names of the tasks to remove.")] = None,
+    branch: Annotated[list[str] | None, typer.Option(help="A branch to remove; may be repeated.")] = None,
 ) -> None:
-    """Remove tasks from a bundle; refused while others extend them."""
+    """Remove tasks and branches from a bundle; refused while other tasks extend them or stand on them."""
     from vit_memory.files.bundle import Bundle
 
-    Bundle.open(folder).remove(names)
-    typer.echo(f"{folder}: removed {', '.join(names)}")
+    if not names and not branch:
+        raise typer.BadParameter("give names of tasks, or --branch NAME.")
+    Bundle.open(folder).remove(names or [], branch or [])
+    removed = [*(names or []), *(f"branch {name}" for name in branch or [])]
+    typer.echo(f"{folder}: removed {', '.join(removed)}")
 
 
 @bundle_app.command("rename")
@@ -103,24 +128,27 @@ def rename_task(
 
 @bundle_app.command("list")
 def list_tasks(folder: BundleFolder, as_json: AsJson = False) -> None:
-    """List the tasks of a bundle."""
+    """List the tasks and branches of a bundle; --json lists tasks, then branches."""
     from vit_memory.files.bundle import Bundle
-    from vit_memory.files.card import counted, facts
+    from vit_memory.files.card import branch_facts, facts
 
     bundle = Bundle.open(folder)
-    methods = {entry.name: bundle.task(entry.name).method for entry in bundle.entries}
-    tasks = [facts(bundle.path(entry), bundle.task(entry.name)) for entry in bundle.entries]
+    tasks = [(entry, bundle.task(entry.name)) for entry in bundle.entries]
+    branches = [(entry, bundle.branch(entry.name)) for entry in bundle.branch_entries]
     if as_json:
-        typer.echo(json.dumps(tasks, indent=2, ensure_ascii=False))
+        shown = [facts(bundle.path(entry), task) for entry, task in tasks]
+        shown += [branch_facts(bundle.path(entry), branch) for entry, branch in branches]
+        typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         return
-    typer.echo(
-        f"{folder}: {counted(len(tasks), 'task')} for {bundle.backbone.name} ({bundle.backbone.fingerprint[:12]}…)"
-    )
-    for task in tasks:
-        parents = ", ".join(parent["name"] for parent in task["parents"]) or "-"
+    typer.echo(f"{folder}: {_contents(bundle)} for {bundle.backbone.name} ({bundle.backbone.fingerprint[:12]}…)")
+    for branch_entry, branch in branches:
+        kilobytes = bundle.path(branch_entry).stat().st_size / 1000
+        typer.echo(f"  branch {branch.name:17} {branch.method:32}  {kilobytes:8.1f} kB")
+    for entry, task in tasks:
+        on = f"  on branch {entry.branch}" if entry.branch is not None else ""
         typer.echo(
-            f"  {task['name']:24} {methods[task['name']]:18}  {len(task['labels']):5} labels  "
-            f"{task['bytes'] / 1000:8.1f} kB  extends {parents}"
+            f"  {task.name:24} {task.method:18}  {len(task.labels):5} labels  "
+            f"{bundle.path(entry).stat().st_size / 1000:8.1f} kB  extends {', '.join(task.parents) or '-'}{on}"
         )
 
 
@@ -132,38 +160,12 @@ def check(
     """Check that the files of a bundle are intact and fit together."""
     from vit_memory.backbone import load_backbone
     from vit_memory.files.bundle import Bundle
-    from vit_memory.files.card import counted
 
     bundle = Bundle.open(folder)
-    graph = bundle.check()
+    bundle.check()
     if backbone is not None:
         bundle.model(load_backbone(backbone))
-    typer.echo(f"{folder}: {counted(len(graph), 'task')}, all files intact, all parents present, one backbone")
-
-
-def import_reproduction(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A models/*.pt of the 2023 reproduction.", exists=True)],
-    backbone: Annotated[str, typer.Option(help="The backbone it was trained on: a Hugging Face id or folder.")],
-    out: Annotated[Path, typer.Option(help="Folder for the task files.")],
-    labels: Annotated[Path | None, typer.Option(help="A text file with one label per line.", exists=True)] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the task.  [default: from the name of FILE]")] = None,
-) -> None:
-    """Import a model of the 2023 reproduction as task files.
-
-    The reproduction is transformers-learnable-memory; its files are models/*.pt.
-    """
-    from vit_memory.backbone import load_backbone
-    from vit_memory.files import interop
-    from vit_memory.files.taskfile import save_task
-
-    label_names = labels.read_text(encoding="utf-8").splitlines() if labels else None
-    tasks = interop.import_reproduction(file, load_backbone(backbone), labels=label_names, name=name)
-    for task in tasks:
-        path = out / f"{task.name}.safetensors"
-        save_task(task, path)
-        typer.echo(
-            f"{path}: {len(task.labels)} labels, {task.cells} cells, extends {', '.join(task.parents) or 'nothing'}"
-        )
+    typer.echo(f"{folder}: {_contents(bundle)}, all files intact, all parents present, one backbone")
 
 
 def push(
@@ -185,7 +187,6 @@ def pull(
 ) -> None:
     """Download a bundle from the Hugging Face hub and check it."""
     from vit_memory.files import sharing
-    from vit_memory.files.card import counted
 
     bundle = sharing.pull(repo, out=out or Path(repo.split("/")[-1]), revision=revision)
-    typer.echo(f"{bundle.folder}: {counted(len(bundle.entries), 'task')} for {bundle.backbone.name}")
+    typer.echo(f"{bundle.folder}: {_contents(bundle)} for {bundle.backbone.name}")

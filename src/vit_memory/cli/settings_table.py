@@ -29,7 +29,7 @@ def print_settings(result: "FitResult") -> None:
             typer.echo(f"{one.setting.name}: diverged at step {one.stopped_at}")
         return
     ordered = sorted(result.settings, key=lambda one: -math.inf if one.score is None else one.score, reverse=True)
-    rows = [(one.setting.name, str(one.task.parameters), _score(result, one)) for one in ordered]
+    rows = [(one.setting.name, str(one.parameters), _score(result, one)) for one in ordered]
     _print(("setting", "parameters", f"validation {result.metric}"), rows)
 
 
@@ -41,9 +41,9 @@ def _method_rows(result: "FitResult") -> list[tuple[str, ...]]:
         scale, digits = (100, 1) if result.metric.endswith("accuracy") else (1, 3)
         difference = "" if highest is None else f"{scale * (one.score - highest):+.{digits}f}"
         highest = one.score if highest is None else max(highest, one.score)
-        method = f"{one.task.method}{'  <- kept' if one is result.best else ''}"
-        setting = one.setting.name.removeprefix(f"{one.task.method}, ")
-        rows.append((method, setting, str(one.task.parameters), _score(result, one), difference))
+        method = f"{one.method}{'  <- kept' if one is result.best else ''}"
+        setting = one.setting.name.removeprefix(f"{one.method}, ")
+        rows.append((method, setting, str(one.parameters), _score(result, one), difference))
     return rows
 
 

@@ -13,6 +13,7 @@ from vit_memory.cli.options import spread_options
 from vit_memory.cli.progress import TrainingProgress, show_log, stopping, typed_command
 from vit_memory.cli.settings_table import print_settings
 from vit_memory.cli.train_options import (
+    BranchOptions,
     CacheOptions,
     GridOptions,
     MachineOptions,
@@ -35,6 +36,7 @@ def train(
     source: Source,
     run: RunOptions,
     grid: GridOptions,
+    branch: BranchOptions,
     recipe: RecipeOptions,
     cache: CacheOptions,
     machine: MachineOptions,
@@ -45,10 +47,12 @@ def train(
     Every combination of --regime, --memory, --rank, --projections, --read-out, --start, --seeds, --lr and
     --weight-decay is trained at once, for little more than the cost of one; the best by validation score (accuracy, mAP
     or R²) becomes the task file, the smaller one of equals. The table at the end shows the best of every method, from
-    the smallest task to the largest.
+    the smallest task to the largest. With --branch-blocks every setting also trains a branch of its own, which costs a
+    part of a forward and backward pass each; the best one becomes a branch file beside the task file.
     """
     from vit_memory.backbone import load_backbone
     from vit_memory.errors import TrainingStopped
+    from vit_memory.files.branchfile import branch_file
     from vit_memory.parallel import limit_threads
     from vit_memory.task import check_name
     from vit_memory.training.callbacks import Callbacks
@@ -58,7 +62,7 @@ def train(
     check_name(run.name)
     show_log()
     limit_threads(machine.threads)
-    plan = _plan(run, grid, recipe)
+    plan = _plan(run, grid, branch, recipe)
     ranks = init_ranks(machine.device)
     dataset = data.open(source, recipe.seed)
     with ranks.fail_together():
@@ -84,6 +88,9 @@ def train(
         file = run.folder / f"{run.name}.safetensors"
         print_settings(result)
         typer.echo(f"\n{file}: {result.best.setting.name}, {file.stat().st_size / 1000:.0f} kB")
+        if result.best.branch is not None:
+            path = branch_file(run.folder, run.name)
+            typer.echo(f"{path}: {result.best.branch.method}, {path.stat().st_size / 1000:.0f} kB")
         if run.report:
             _write_report(run.folder, backbone, dataset, result, plan, options)
 
@@ -105,7 +112,14 @@ def _write_report(
     command = typed_command()
     try:
         evaluated = report_run(
-            folder, backbone, dataset, result, parents=plan.parents, options=options, command=command
+            folder,
+            backbone,
+            dataset,
+            result,
+            parents=plan.parents,
+            branches=plan.frozen_branches,
+            options=options,
+            command=command,
         )
     except VitMemoryError as error:
         typer.echo(f"{folder / REPORT}: not written. {error}", err=True)
@@ -113,18 +127,22 @@ def _write_report(
     typer.echo(f"{folder / REPORT}: {split} {evaluated.scores.headline}, {evaluated.scores.images} images")
 
 
-def _plan(run: RunOptions, grid: GridOptions, recipe: RecipeOptions) -> "TrainingPlan":
-    from vit_memory.files.collect import collect_tasks
+def _plan(run: RunOptions, grid: GridOptions, branch: BranchOptions, recipe: RecipeOptions) -> "TrainingPlan":
+    from vit_memory.files.branchfile import load_branch
+    from vit_memory.files.collect import collect
     from vit_memory.files.taskfile import load_task
     from vit_memory.training.runs import TrainingPlan
 
-    files, tasks = run.extends or [], grid.build()
+    files, tasks = run.extends or [], grid.build(branch.build(recipe.seed))
+    parents = collect(files)
     return TrainingPlan(
         run.name,
         tasks,
         recipe.build(tasks),
-        parents=tuple(file.task for file in collect_tasks(files)),
+        parents=tuple(parents.tasks),
         extends=tuple(load_task(path).name for path in files),
+        branch=None if branch.branch is None else load_branch(branch.branch),
+        parent_branches=tuple(parents.branches),
         per_class=run.per_class,
     )
 

@@ -27,7 +27,7 @@ from vit_memory.cli.data import OnBadImageOption
 
 if TYPE_CHECKING:
     from vit_memory.training.cache import Cache
-    from vit_memory.training.grid import Grid
+    from vit_memory.training.grid import BranchGrid, Grid
     from vit_memory.training.options import TrainingOptions
     from vit_memory.training.ranks import Ranks
     from vit_memory.training.recipe import Recipe
@@ -129,7 +129,7 @@ class GridOptions:
             callback=_words_of(Regime),
             help="What is trained: head, class, memory, reader, or several of these, separated by commas; or one of "
             "memory-unmasked, propagated, additive and full.  [default: head, class, memory and reader, all at once; "
-            "memory or reader alone if an option of theirs is given]",
+            "memory or reader alone if an option of theirs is given; head with --branch-blocks]",
             show_default=False,
         ),
     ] = None
@@ -185,16 +185,17 @@ class GridOptions:
         """Whether an option that only readers have was given."""
         return any(option is not None for option in (self.rank, self.gains, self.projections, self.read_out))
 
-    def build(self) -> "Grid":
-        """Every combination; without any option about regimes, the default grid."""
+    def build(self, branches: "BranchGrid | None" = None) -> "Grid":
+        """Every combination; without any option about regimes, the default grid, or heads on branches in training."""
         from vit_memory.training.grid import DEFAULT_GRID, Grid
 
         values: dict[str, Any] = {
             "starts": tuple(self.start.split(",")),
             "seeds": tuple(map(int, self.seeds.split(","))),
+            "branches": branches,
         }
         if self.regime is None and self.memory is None and not self.reader_options:
-            return replace(DEFAULT_GRID, **values)
+            return Grid(regimes=("head",), **values) if branches is not None else replace(DEFAULT_GRID, **values)
         regimes = tuple((self.regime or ("reader" if self.reader_options else "memory")).split(","))
         if self.reader_options and "reader" not in regimes:
             raise typer.BadParameter(
@@ -218,6 +219,76 @@ class GridOptions:
 
 
 @dataclass(frozen=True)
+class BranchOptions:
+    """The branch that the task stands on: a frozen one, or one that is trained with it."""
+
+    branch: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Branch file; the task reads this branch, which does not change.", exists=True
+        ),
+    ] = None
+    branch_blocks: Annotated[
+        str | None,
+        typer.Option(
+            help="Train a branch of the last N blocks with the task, or several: 2,4,6.  [default: no branch]",
+            callback=_list_of(int, "whole numbers"),
+        ),
+    ] = None
+    branch_rank: Annotated[
+        str | None,
+        typer.Option(
+            help="Rank of the branch's low-rank updates, or several: 4,8; none for gains alone.  [default: 8]",
+            callback=_list_of(_read_rank, "whole numbers or none"),
+        ),
+    ] = None
+    branch_gains: Annotated[
+        bool | None,
+        typer.Option(
+            "--branch-gains/--no-branch-gains",
+            help="Let the branch also learn a scale and shift after both norms.  [default: no]",
+            show_default=False,
+        ),
+    ] = None
+    branch_projections: Annotated[
+        str | None,
+        typer.Option(
+            help="Projections that the branch updates, joined by +, of q, k, v, o, fc1 and fc2; several choices are "
+            "separated by commas.  [default: q+v]"
+        ),
+    ] = None
+
+    def build(self, seed: int) -> "BranchGrid | None":
+        """The branches to train; None if none is."""
+        from vit_memory.training.grid import BranchGrid
+
+        given = [
+            option
+            for option, value in (
+                ("--branch-rank", self.branch_rank),
+                ("--branch-gains", self.branch_gains),
+                ("--branch-projections", self.branch_projections),
+            )
+            if value is not None
+        ]
+        if self.branch_blocks is None:
+            if given:
+                raise typer.BadParameter(f"{', '.join(given)}: for a branch that is trained; give --branch-blocks too.")
+            return None
+        if self.branch is not None:
+            raise typer.BadParameter("--branch FILE is a branch that does not change, --branch-blocks trains one.")
+        values: dict[str, Any] = {"blocks": tuple(map(int, self.branch_blocks.split(","))), "seed": seed}
+        if self.branch_rank is not None:
+            values["ranks"] = tuple(map(_read_rank, self.branch_rank.split(",")))
+        if self.branch_gains is not None:
+            values["gains"] = self.branch_gains
+        if self.branch_projections is not None:
+            choices = self.branch_projections.split(",")
+            values["projections"] = tuple(tuple(choice.split("+")) for choice in choices)
+        return BranchGrid(**values)
+
+
+@dataclass(frozen=True)
 class RecipeOptions:
     """What is learned. Fields with the name of a field of Recipe replace it."""
 
@@ -235,10 +306,13 @@ class RecipeOptions:
         Literal["default", "paper"],
         typer.Option(help="Recipe that the other options change; paper: 20 000 steps of 512 images, always new views."),
     ] = "default"
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.  [default: 300; 150 with readers]")] = None
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimiser steps.  [default: 300; 150 with readers or branches]")
+    ] = None
     batch: Annotated[int | None, typer.Option(min=1, help="Images per step.  [default: 64]")] = None
     optimiser: Annotated[
-        Optimiser | None, typer.Option(help="Optimiser.  [default: sgd; adamw with readers]", show_default=False)
+        Optimiser | None,
+        typer.Option(help="Optimiser.  [default: sgd; adamw with readers or branches]", show_default=False),
     ] = None
     rate_factors: Annotated[
         str | None,
@@ -261,13 +335,17 @@ class RecipeOptions:
     ] = None
     evaluate_every: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps between evaluations on the validation images.  [default: 50; 25 with readers]"),
+        typer.Option(
+            min=1,
+            help="Steps between evaluations on the validation images.  [default: 50; 25 with readers or branches]",
+        ),
     ] = None
     keep_best: Annotated[
         bool | None,
         typer.Option(
             "--keep-best/--keep-last",
-            help="End with the weights of the best evaluation, or with the last.  [default: last; best with readers]",
+            help="End with the weights of the best evaluation, or with the last.  [default: last; best with readers or "
+            "branches]",
             show_default=False,
         ),
     ] = None
@@ -282,7 +360,8 @@ class RecipeOptions:
 
         if self.keep_best is False and self.patience is not None:
             raise typer.BadParameter("--patience ends with the best weights; it does not go with --keep-last.")
-        base = Recipe.paper() if self.recipe == "paper" else Recipe.for_regimes(grid.regimes)
+        default = Recipe.for_regimes(grid.regimes, train_branches=grid.branches is not None)
+        base = Recipe.paper() if self.recipe == "paper" else default
         values = _same_named(self, Recipe)
         if self.views == 0:
             values["views"] = None

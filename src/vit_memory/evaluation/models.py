@@ -6,7 +6,7 @@ from pathlib import Path
 from vit_memory.backbone import Backbone, load_backbone
 from vit_memory.errors import BackboneMismatch, TaskError
 from vit_memory.files.bundle import Bundle
-from vit_memory.files.collect import TaskFile, collect_tasks
+from vit_memory.files.collect import TaskFile, collect
 from vit_memory.files.container import read_container
 from vit_memory.files.taskfile import backbone_file
 from vit_memory.model import MemoryViT
@@ -23,7 +23,7 @@ def open_model(
     device: str = "cpu",
     rename: Mapping[Path, str] | None = None,
 ) -> Model:
-    """A model with the tasks of bundles and task files, on `backbone` or the backbone that the tasks name.
+    """A model with the tasks of bundles and files, on `backbone` or the backbone that the tasks name.
 
     `rename` gives the tasks of some files other names. A task that does not compose must be the only one; the backbone
     of regime `full` is read from the file beside the task file.
@@ -33,13 +33,14 @@ def open_model(
             raise TaskError(f"{path}: no such task file or bundle.")
     bundles = [Bundle.open(path) for path in sources if path.is_dir()]
     paths = [path for path in sources if not path.is_dir()]
-    files = collect_tasks(paths, bundles, rename=rename, option="--rename")
+    collected = collect(paths, bundles, rename=rename, option="--rename")
+    files = collected.files
     if not files:
         raise TaskError(f"{', '.join(map(str, sources)) or 'no files given'}: no tasks in it.")
     loaded = load_backbone(backbone or files[0].task.backbone.name, device=device)
     standalone = [file for file in files if file.task.regime not in COMPOSABLE]
     if not standalone:
-        return MemoryViT(loaded, [file.task for file in files])
+        return MemoryViT(loaded, collected.tasks, collected.branches)
     file, task = standalone[0], standalone[0].task
     if len(files) > 1:
         raise TaskError(f"task {task.name!r} is of regime {task.regime!r} and cannot be combined; open it alone.")

@@ -1,4 +1,4 @@
-"""Checks promises 1 to 3 on any backbone: random tasks in random graphs, against the library and the dense reference.
+"""Checks promises 1 to 3 on any backbone: random tasks and branches, against the library and the dense reference.
 
 1. the original output is the library's own, bit for bit; 2. a task beside others gives what it gives alone;
 3. the fast pass agrees with the dense reference.
@@ -13,13 +13,15 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from vit_memory.adapter import PROJECTIONS, Adapter, LowRank
 from vit_memory.backbone import Backbone, load_backbone
-from vit_memory.choices import Kind
+from vit_memory.branch import Branch, new_branch
+from vit_memory.choices import Kind, Projection
 from vit_memory.errors import VitMemoryError
 from vit_memory.families import Family, families, family_of
 from vit_memory.families.roles import projections_of
-from vit_memory.learned_reader import FINAL, PROJECTIONS, LearnedReader, LowRank, ReadOut
 from vit_memory.model import MemoryViT
+from vit_memory.read_out import FINAL, ReadOut
 from vit_memory.reference import dense_forward
 from vit_memory.task import TargetScale, Task, new_task
 
@@ -44,11 +46,15 @@ class Verification:
         return self.base_identical and worst <= self.tolerance  # False for NaN
 
 
-def random_tasks(backbone: Backbone, count: int, seed: int) -> list[Task]:
-    """Tasks of all composable regimes and kinds and several sizes, in a random acyclic graph, of unit scale."""
+def random_graph(backbone: Backbone, count: int, seed: int) -> tuple[list[Task], list[Branch]]:
+    """Tasks of all composable regimes and kinds and several sizes, on up to three branches or the original trunk.
+
+    They form a random acyclic graph, and are of unit scale.
+    """
     choices, kinds = random.Random(seed), random.Random(f"kinds {seed}")
     generator = torch.Generator().manual_seed(seed)
     tasks: list[Task] = []
+    branches = [_random_branch(backbone, f"branch-{i}", kinds, generator) for i in range(kinds.randint(0, 3))]
     for i in range(count):
         regime = choices.choice(("memory", "memory", "reader", "reader", "class", "head"))
         kind = kinds.choice(get_args(Kind))
@@ -61,16 +67,37 @@ def random_tasks(backbone: Backbone, count: int, seed: int) -> list[Task]:
             kind=kind,
             cells=_random_cells(regime, choices),
             parents=parents,
+            branch=kinds.choice((None, *branches)),
             generator=generator,
             **(_random_reader(backbone, choices) if regime == "reader" else {}),
         )
         tasks.append(_with_random_values(task, kinds, generator))
-    return tasks
+    return tasks, branches
+
+
+def _random_branch(backbone: Backbone, name: str, choices: random.Random, generator: torch.Generator) -> Branch:
+    projections = _projections(backbone)
+    rank = choices.choice((None, 1, 4))
+    branch = new_branch(
+        backbone,
+        name,
+        blocks=choices.randint(1, backbone.depth),
+        rank=rank,
+        gains=rank is None or choices.random() < 0.5,
+        projections=choices.sample(projections, choices.randint(1, len(projections))),
+    )
+    adapter = _random_values_of(branch.adapter, lambda like, std: torch.randn(like.shape, generator=generator) * std)
+    return replace(branch, adapter=adapter)
+
+
+def _projections(backbone: Backbone) -> list[Projection]:
+    """Those that every block has."""
+    return [name for name in PROJECTIONS if all(name in projections_of(b) for b in backbone.roles.blocks)]
 
 
 def _random_reader(backbone: Backbone, choices: random.Random) -> dict[str, Any]:
     """Gains, low-rank updates of any projections that the backbone has, and read-outs, in any combination."""
-    projections = [name for name in PROJECTIONS if all(name in projections_of(b) for b in backbone.roles.blocks)]
+    projections = _projections(backbone)
     read_out = ReadOut(choices.randint(1, backbone.depth), choices.random() < 0.5)
     return {
         "rank": choices.choice((None, 1, 4)),
@@ -102,8 +129,8 @@ def _with_random_values(task: Task, kinds: random.Random, generator: torch.Gener
     )
 
 
-def _random_values_of(reader: LearnedReader, normal: Callable[[Tensor, float], Tensor]) -> LearnedReader:
-    return LearnedReader(
+def _random_values_of(reader: Adapter, normal: Callable[[Tensor, float], Tensor]) -> Adapter:
+    return Adapter(
         None if reader.gains is None else normal(reader.gains, 0.3),
         {
             name: LowRank(normal(update.A, update.A.shape[2] ** -0.5), normal(update.B, update.rank**-0.5))
@@ -134,8 +161,8 @@ def verify(
     identical, interference, difference = True, [0.0], [0.0]
     generator = torch.Generator().manual_seed(seed)
     for g in range(graphs):
-        graph = random_tasks(backbone, tasks, seed + g)
-        together = MemoryViT(backbone, graph)
+        graph, branches = random_graph(backbone, tasks, seed + g)
+        together = MemoryViT(backbone, graph, branches)
         for (height, width), batch in product(sizes or (backbone.roles.image_size,), batches):
             images = torch.randn(batch, backbone.roles.channels, height, width, generator=generator)
             images = images.to(backbone.device, dtype)
@@ -143,10 +170,12 @@ def verify(
             with torch.no_grad():
                 expected = family.library_forward(library_model, images)
             identical &= all(torch.equal(getattr(outputs.original, field), value) for field, value in expected.items())
-            reference = dense_forward(backbone, graph, images)
+            reference = dense_forward(backbone, graph, images, branches)
             for task in graph:
                 needed = together.tasks.with_ancestors((task.name,))
-                alone = MemoryViT(backbone, [together.tasks[name] for name in needed])(images, (task.name,))
+                own = {b.name: b for name in needed if (b := together.tasks.branch_of(name)) is not None}
+                apart = MemoryViT(backbone, [together.tasks[name] for name in needed], own.values())
+                alone = apart(images, (task.name,))
                 interference.append(_distance(outputs[task.name], alone[task.name]))
                 difference.append(_distance(outputs[task.name], reference[task.name]))
     return Verification(name or family.name, identical, _worst(interference), _worst(difference), TOLERANCE[dtype])

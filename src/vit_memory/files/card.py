@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from vit_memory.backbone import BackboneIdentity
+from vit_memory.branch import Branch
+from vit_memory.files.branchfile import describe_branch
 from vit_memory.files.taskfile import describe
-from vit_memory.learned_reader import FINAL
+from vit_memory.read_out import FINAL
 from vit_memory.task import Task
 
 SHOWN_LABELS = 8
@@ -36,27 +38,65 @@ def facts(path: Path, task: Task) -> dict[str, Any]:
 
 def card(path: Path, task: Task) -> str:
     """What a task file holds, as lines for the terminal."""
-    half_of = task.record.half_of
     memory = f"{task.cells} cells in each of {task.backbone.depth} blocks{' (raw)' if task.raw_memory else ''}"
-    size = f"{task.parameters:_} parameters, {path.stat().st_size / 1000:_.1f} kB on disk"
     lines = {
         "kind": task.kind,
         "labels": _label_list(task.labels),
         **_kind_facts(task),
         "regime": ", ".join([task.regime, *([memory] if task.cells else []), *_reader_facts(task)]),
-        "size": size.replace("_", " "),
+        "size": _size(task.parameters, path),
         "extends": ", ".join(task.parents) or "nothing",
-        "backbone": f"{task.backbone.name} ({task.backbone.family}, width {task.backbone.width}, "
-        f"{task.backbone.depth} blocks, fingerprint {task.backbone.fingerprint[:12]}…)",
-        "metrics": _pairs(task.record.metrics),
-        "recipe": _pairs(task.record.recipe),
-        "created": f"{task.record.created or 'unknown'}, vit-memory {task.record.library_version or 'unknown'}",
-        "digest": f"{task.digest[:12]}…" + (f", float16 of {half_of[:12]}…" if half_of else ""),
+        **({} if task.branch is None else {"branch": f"{task.branch.name} ({task.branch.digest[:12]}…)"}),
+        **_common_facts(task),
     }
-    return "\n".join([f"{task.name}  ({path})", *(f"  {key:12}{value}" for key, value in lines.items())])
+    return _lines(f"{task.name}  ({path})", lines)
 
 
-def model_card(repo: str, backbone: BackboneIdentity, tasks: Sequence[Task]) -> str:
+def branch_facts(path: Path, branch: Branch) -> dict[str, Any]:
+    """What a branch file holds, as JSON values."""
+    return {
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        **describe_branch(branch),
+        "blocks": branch.blocks,
+        "parameters": branch.parameters,
+        "digest": branch.digest,
+    }
+
+
+def branch_card(path: Path, branch: Branch) -> str:
+    """What a branch file holds, as lines for the terminal."""
+    share = branch.blocks / branch.backbone.depth
+    lines = {
+        "branch": f"{branch.method}, from block {branch.start} on; costs {share:.2f} of a plain pass, once for all its "
+        f"tasks",
+        "size": _size(branch.parameters, path),
+        **_common_facts(branch),
+    }
+    return _lines(f"{branch.name}  ({path})", lines)
+
+
+def _common_facts(item: Task | Branch) -> dict[str, str]:
+    record, backbone, half_of = item.record, item.backbone, item.record.half_of
+    return {
+        "backbone": f"{backbone.name} ({backbone.family}, width {backbone.width}, {backbone.depth} blocks, "
+        f"fingerprint {backbone.fingerprint[:12]}…)",
+        "metrics": _pairs(record.metrics),
+        "recipe": _pairs(record.recipe),
+        "created": f"{record.created or 'unknown'}, vit-memory {record.library_version or 'unknown'}",
+        "digest": f"{item.digest[:12]}…" + (f", float16 of {half_of[:12]}…" if half_of else ""),
+    }
+
+
+def _size(parameters: int, path: Path) -> str:
+    return f"{parameters:_} parameters, {path.stat().st_size / 1000:_.1f} kB on disk".replace("_", " ")
+
+
+def _lines(title: str, lines: Mapping[str, str]) -> str:
+    return "\n".join([title, *(f"  {key:12}{value}" for key, value in lines.items())])
+
+
+def model_card(repo: str, backbone: BackboneIdentity, tasks: Sequence[Task], branches: Sequence[Branch] = ()) -> str:
     """README.md of a bundle on the hub."""
     front = ["---", "library_name: vit-memory", "tags: [vit-memory, image-classification]"]
     if backbone.name.count("/") == 1 and not backbone.name.startswith((".", "/")):
@@ -67,13 +107,17 @@ def model_card(repo: str, backbone: BackboneIdentity, tasks: Sequence[Task]) -> 
         f"all tasks."
     )
     table = ["| task | kind | labels | regime | extends | metrics |", "|---|---|---|---|---|---|", *map(_row, tasks)]
+    if branches:
+        table += ["", "| branch | consists of | costs, of a plain pass |", "|---|---|---|"]
+        table += [f"| {b.name} | {b.method} | {b.blocks / b.backbone.depth:.2f} |" for b in branches]
     python = _PYTHON.format(repo=json.dumps(repo), task=json.dumps(tasks[0].name if tasks else "task"))
     return "\n".join([*front, "---", "", f"# {repo.rsplit('/', maxsplit=1)[-1]}", "", summary, "", *table, python])
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun: `1 task`, `2 tasks`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """A number with its noun: `1 task`, `2 tasks`, `2 branches`."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def _label_list(labels: Sequence[str]) -> str:
@@ -114,7 +158,8 @@ def _row(task: Task) -> str:
 
 
 def _regime_and_method(task: Task) -> str:
-    return task.regime if task.method == task.regime else f"{task.regime}, {task.method}"
+    text = task.regime if task.method == task.regime else f"{task.regime}, {task.method}"
+    return text if task.branch is None else f"{text}, on branch {task.branch.name}"
 
 
 def _cell(text: str) -> str:

@@ -1,10 +1,12 @@
-"""Tasks from several files and bundles: finds their parents, and makes sure that a name means one task."""
+"""Tasks and branches from several files and bundles: finds what they need, and lets a name mean one thing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vit_memory.branch import Branch
 from vit_memory.errors import FileError, GraphError
+from vit_memory.files.branchfile import is_branch_file, load_branch
 from vit_memory.files.bundle import Bundle
 from vit_memory.files.manifest import bundle_of
 from vit_memory.files.taskfile import describe, load_task
@@ -20,22 +22,36 @@ class TaskFile:
     task: Task
 
 
-def collect_tasks(
+@dataclass(frozen=True, slots=True, eq=False)
+class Collected:
+    """Tasks with everything that they need."""
+
+    files: list[TaskFile]
+    branches: list[Branch]
+
+    @property
+    def tasks(self) -> list[Task]:
+        """The tasks of the files."""
+        return [file.task for file in self.files]
+
+
+def collect(
     paths: Sequence[Path],
     bundles: Sequence[Bundle] = (),
     *,
     rename: Mapping[Path, str] | None = None,
     option: str | None = None,
     hint: str = "",
-) -> list[TaskFile]:
-    """The tasks of bundles and task files, and the parents that they extend.
+) -> Collected:
+    """The tasks and branches of bundles and files, the parents that they extend, the branches that they stand on.
 
-    A parent that is not among them is read from the folder of its child. `rename` gives the tasks of some files, files
-    inside the bundles included, other names; tasks that extend them use the new names. The same task given twice
-    counts once; two different tasks of one name are refused. `option` is the command-line option for `rename`, for
-    messages; `hint` ends the message about a missing parent.
+    A parent or branch that is not among them is read from the folder of the task that needs it. `rename` gives the
+    tasks of some files, files inside the bundles included, other names; tasks that extend them use the new names. The
+    same task given twice counts once; two different tasks of one name are refused. `option` is the command-line option
+    for `rename`, for messages; `hint` ends the message about a missing parent.
     """
-    files = _read_files(paths, bundles)
+    branch_paths = [path for path in paths if is_branch_file(path)]
+    files = _read_files([path for path in paths if path not in branch_paths], bundles)
     parents = files.read_parents(hint)
     names = _new_names(files.by_path, rename or {})
     tasks = {path: file.task for path, file in files.by_path.items()}
@@ -43,15 +59,16 @@ def collect_tasks(
     if names:
         tasks = rename_tasks(tasks, names, parents)
     first = _first_of_each_name(files.by_path, names, tasks, option)
-    return [TaskFile(files.by_path[path].path, tasks[path]) for path in first]
+    collected = [TaskFile(files.by_path[path].path, tasks[path]) for path in first]
+    return Collected(collected, collect_branches(collected, branch_paths, bundles))
 
 
 def add_files(
     bundle: Bundle, paths: Sequence[Path], *, half: bool | None = None, rename: Mapping[Path, str] | None = None
 ) -> Bundle:
-    """Add task files to a bundle, under the names in `rename`. A task that the bundle already holds counts once.
+    """Add task and branch files to a bundle, under the names in `rename`. What it already holds counts once.
 
-    A parent that is in neither is read from the folder of its child; GraphError if it is not there.
+    A parent or branch that is in neither is read from the folder of its task; GraphError if it is not there.
     """
     own = {bundle.path(entry).resolve(): entry for entry in bundle.entries}
     for path in rename or {}:
@@ -61,8 +78,51 @@ def add_files(
                 f"{path}: is in the bundle already. Rename it there: vit-memory bundle rename {bundle.folder} {old} NEW"
             )
     hint = f" Add both: vit-memory bundle add {bundle.folder} PARENT TASK"
-    collected = collect_tasks(paths, [bundle], rename=rename, option="--rename", hint=hint)
-    return bundle.add([file.task for file in collected if file.path.resolve() not in own], half=half)
+    collected = collect(paths, [bundle], rename=rename, option="--rename", hint=hint)
+    held = {entry.name for entry in bundle.branch_entries}
+    return bundle.add(
+        [file.task for file in collected.files if file.path.resolve() not in own],
+        [branch for branch in collected.branches if branch.name not in held],
+        half=half,
+    )
+
+
+def collect_branches(files: Sequence[TaskFile], paths: Sequence[Path], bundles: Sequence[Bundle]) -> list[Branch]:
+    """The branches of bundles and branch files, and those that tasks stand on, from the folders of their task files.
+
+    The same branch given twice counts once; two different ones of one name are refused.
+    """
+    found: dict[str, tuple[str, Branch]] = {}  # by name, with where it is from
+
+    def add(where: str, branch: Branch) -> None:
+        other = found.setdefault(branch.name, (where, branch))
+        if other[1].digest != branch.digest:
+            raise GraphError(
+                f"{other[0]} and {where} hold two branches called {branch.name!r}. Give one of them, or rename one: "
+                f"vit-memory branch rename {where} NEW"
+            )
+
+    for bundle in bundles:
+        for entry in bundle.branch_entries:
+            add(str(bundle.path(entry)), bundle.branch(entry.name))
+    for path in paths:
+        add(str(path), load_branch(path))
+    for file in files:
+        ref = file.task.branch
+        if ref is None or any(has_digest(branch, ref.digest) for _, branch in found.values()):
+            continue
+        for path in sorted(file.path.absolute().parent.glob("*.branch.safetensors")):
+            branch = load_branch(path)
+            if has_digest(branch, ref.digest):
+                add(str(path), branch)
+                break
+        else:
+            if ref.name not in found:
+                raise GraphError(
+                    f"{file.path}: task {file.task.name!r} stands on branch {ref.name!r} (digest "
+                    f"{ref.digest[:12]}…), which is neither given nor beside it as {ref.name}.branch.safetensors."
+                )
+    return [branch for _, branch in found.values()]
 
 
 def _read_files(paths: Sequence[Path], bundles: Sequence[Bundle]) -> "_TaskFiles":

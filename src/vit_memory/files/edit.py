@@ -1,10 +1,11 @@
-"""Change task files without training again: rename a task, or pin it to other parents."""
+"""Change files without training again: rename a task or a branch, or pin a task to other parents."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vit_memory.errors import BackboneMismatch, FileError, GraphError
+from vit_memory.files.branchfile import branch_file, load_branch, save_branch
 from vit_memory.files.container import read_container, read_format, write_container
 from vit_memory.files.manifest import MANIFEST, bundle_of
 from vit_memory.files.taskfile import FORMAT, backbone_file, load_task, save_task
@@ -161,6 +162,23 @@ def _name_of_parent(path: Path, task: Task, parent_path: Path, parent: Task) -> 
             f"it extends {', '.join(task.parents) or 'nothing'}. Nothing was changed."
         )
     return known_as[0]
+
+
+def rename_branch_file(path: Path, name: str) -> Path:
+    """Rename the branch of a file; returns the new file, which replaces the old one.
+
+    Tasks find their branch by its digest, which does not depend on its name: they need no change.
+    """
+    check_name(name, "branch")
+    branch = load_branch(path)
+    target = branch_file(path.parent, name)
+    if branch.name == name:
+        raise FileError(f"{path}: the branch is called {name!r} already.")
+    _refuse_inside_bundle(path, "vit-memory bundle remove {bundle}, then bundle add with the renamed file")
+    _refuse_existing(target)
+    save_branch(replace(branch, name=name), target)
+    path.unlink()
+    return target
 
 
 def _tasks_beside(path: Path) -> Iterator[tuple[Path, Task]]:

@@ -6,19 +6,21 @@ from vit_memory.atomic import check_empty
 from vit_memory.files.bundle import Bundle
 from vit_memory.files.card import model_card
 from vit_memory.files.hub import upload
-from vit_memory.files.manifest import MANIFEST, TASKS
+from vit_memory.files.manifest import MANIFEST
 
 
 def push(
     bundle: Bundle, repo: str, *, private: bool = False, endpoint: str | None = None, token: str | None = None
 ) -> str:
     """Upload a bundle with a model card, in one commit. Returns the commit's address."""
-    tasks = list(bundle.check().values())  # a damaged bundle is not uploaded
+    graph = bundle.check()  # a damaged bundle is not uploaded
+    tasks = list(graph.values())
     files: dict[str, Path | bytes] = {
-        "README.md": model_card(repo, bundle.backbone, tasks).encode(),
+        "README.md": model_card(repo, bundle.backbone, tasks, list(graph.branches.values())).encode(),
         MANIFEST: bundle.folder / MANIFEST,
     }
-    files |= {f"{TASKS}/{entry.file}": bundle.path(entry) for entry in bundle.entries}
+    paths = [bundle.path(entry) for entry in bundle.all_entries]
+    files |= {f"{path.parent.name}/{path.name}": path for path in paths}
     message = f"{len(tasks)} tasks for {bundle.backbone.name}"
     return upload(repo, files, message, private=private, endpoint=endpoint, token=token)
 

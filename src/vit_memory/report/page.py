@@ -12,6 +12,7 @@ from vit_memory.errors import FileError
 from vit_memory.evaluation.inference import Evaluated
 from vit_memory.evaluation.metrics import MultiLabelScores, RegressionScores
 from vit_memory.evaluation.models import Model
+from vit_memory.model import MemoryViT
 from vit_memory.report import multi_label, regression, single_label
 from vit_memory.report.elements import Markup, bold, count, details, escape, facts, join, paragraph, section, table
 from vit_memory.report.pictures import Pictures
@@ -105,6 +106,9 @@ def _facts_of(task: Task, model: Model, about: About) -> list[tuple[str, str]]:
     ]
     if task.parents:
         pairs.append(("extends", ", ".join(task.parents)))
+    branch = model.tasks.branch_of(task.name) if isinstance(model, MemoryViT) else None
+    if branch is not None:
+        pairs.append(("branch", f"{branch.name}, {branch.method}; {count(branch.parameters, 'parameter')}"))
     if task.record.created:
         pairs.append(("trained", task.record.created.replace("T", " ").replace("+00:00", " UTC")))
     pairs.append(("report of", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vit_memory.backbone import Backbone
+from vit_memory.branch import Branch
 from vit_memory.data.loading import BadImages
 from vit_memory.data.sources import Dataset
 from vit_memory.evaluation.inference import Evaluated, evaluate
@@ -33,13 +34,17 @@ def report_run(
     result: FitResult,
     *,
     parents: Sequence[Task] = (),
+    branches: Sequence[Branch] = (),
     options: TrainingOptions | None = None,
     command: str | None = None,
 ) -> Evaluated:
-    """Score the best task of a training and write report.html into its folder; returns the task with its scores."""
+    """Score the best task of a training and write report.html into its folder; returns the task with its scores.
+
+    `branches` are the frozen ones; one that was trained is in the result.
+    """
     name, task = report_split(dataset), result.best.task
     split = dataset.splits[name]
-    model = _model(backbone, result, parents)
+    model = _model(backbone, result, parents, branches)
     options = options or TrainingOptions()
     bad = BadImages(dict(result.bad_images.reasons))
     scored = evaluate(
@@ -57,10 +62,10 @@ def report_run(
     return scored[task.name]
 
 
-def _model(backbone: Backbone, result: FitResult, parents: Sequence[Task]) -> Model:
+def _model(backbone: Backbone, result: FitResult, parents: Sequence[Task], branches: Sequence[Branch]) -> Model:
     best = result.best
     if best.task.regime in COMPOSABLE:
-        return MemoryViT(backbone, [*parents, best.task])
+        return MemoryViT(backbone, [*parents, best.task], branches if best.branch is None else [best.branch])
     return StandaloneModel(best.backbone or backbone, best.task)
 
 

@@ -41,7 +41,7 @@ def _settings(result: FitResult) -> Markup:
         score = f"diverged at step {one.stopped_at}" if one.score is None else f"{one.score:.3f}"
         if one.score is not None and percents:
             score = f"{100 * one.score:.1f} %"
-        rows.append([one.setting.name, number(one.task.parameters), score])
+        rows.append([one.setting.name, number(one.parameters), score])
     text = paragraph("Best first. The setting in bold is the task that is reported here.", style="soft")
     titles = ("setting", "parameters", f"validation {result.metric}")
     return section("Settings", text, table(titles, rows, {1, 2}, bold_row=0, more="settings"))

@@ -23,6 +23,7 @@ from vit_memory.training.batch_plan import PlannedBatch, epochs, plan_batches
 from vit_memory.training.cache import Cache, choose_storage
 from vit_memory.training.ranks import Ranks
 from vit_memory.training.recipe import Recipe
+from vit_memory.training.stored_rows import StoredRows
 from vit_memory.training.stores import disk_space
 from vit_memory.training.sweep import Encoding, Sweep
 from vit_memory.training.trunk_shape import TrunkShape
@@ -97,7 +98,7 @@ class LiveBatches:
             yield self._chunks(batch, threads)
 
     def _chunks(self, batch: Batch, threads: int) -> Sequence[Chunk]:
-        at_most = self.recipe.chunk or self.shape.live_chunk(self.backbone.dtype, threads)
+        at_most = self.recipe.chunk or self.sweep.live_chunk(self.shape, threads)
         return [
             Chunk(partial(self._encode, batch.images[part]), batch.targets[part], batch.indices[part])
             for part in chunk_slices(len(batch.indices), threads, at_most)
@@ -111,9 +112,9 @@ class StoredBatches:
     """Every view is computed once, before the first step."""
 
     def __init__(
-        self, train: TrunkStore, validation: TrunkStore, storage: Storage, settings: int, recipe: Recipe, ranks: Ranks
+        self, train: TrunkStore, validation: TrunkStore, storage: Storage, sweep: Sweep, recipe: Recipe, ranks: Ranks
     ) -> None:
-        self.train, self.validation, self.storage, self.settings = train, validation, storage, settings
+        self.train, self.validation, self.storage, self.sweep = train, validation, storage, sweep
         self.recipe, self.ranks = recipe, ranks
         self.precision = str(train.dtype)
 
@@ -145,7 +146,7 @@ class StoredBatches:
         """Rows of the store, turned into trunks a chunk at a time. The stores are closed after the last batch."""
         store, recipe = self.train, self.recipe
         plan = plan_batches(len(store.loader.split), recipe, start, self.ranks)
-        at_most = recipe.chunk or store.shape.stored_chunk(store.backbone.dtype, threads, self.settings)
+        at_most = recipe.chunk or self.sweep.stored_chunk(store.stored.shape, threads)
         try:
             for rows, indices in store.batches(plan):
                 yield stored_chunks(store, rows, indices, threads, at_most)
@@ -164,7 +165,7 @@ def stored_chunks(store: TrunkStore, rows: Tensor, indices: Tensor, threads: int
     """Rows of a store as chunks for so many threads, each of at most so many images."""
     targets = torch.from_numpy(store.loader.split.targets)
     return [
-        Chunk(partial(store.trunk, rows[part]), targets[indices[part]], indices[part])
+        Chunk(partial(store.encoding, rows[part]), targets[indices[part]], indices[part])
         for part in chunk_slices(len(rows), threads, at_most)
     ]
 
@@ -180,34 +181,41 @@ def batch_source(
 ) -> BatchSource:
     """Live or stored, as the cache requests and the regimes, the views and the free space allow."""
     views = recipe.fixed_views
-    if cache.mode in ("ram", "disk") and not (sweep.storable and views):
-        reason = "every epoch has new views. Fix them with --views" if sweep.storable else "its regime has no trunk"
+    stored = sweep.stored_rows(view_size(loaders.train.transform.preprocessing))
+    if cache.mode in ("ram", "disk") and not (stored and views):
+        reason = "every epoch has new views. Fix them with --views" if stored else "its regime has no trunk"
         raise TrainingError(f"nothing can be stored: {reason}, or use --cache off.")
-    if cache.mode == "off" or not sweep.storable or views is None:
+    if cache.mode == "off" or stored is None or views is None:
         on_storage("off")
         return LiveBatches(backbone, sweep, recipe, loaders, ranks)
     with ranks.fail_together():
-        stores = _stores(backbone, recipe, loaders, views, cache, ranks)
+        stores = _stores(backbone, stored, recipe, loaders, views, cache, ranks)
         chosen = _choose_storage(stores, recipe, cache, ranks)
     # A store needs space in every process.
     storage: Storage = "ram" if ranks.all(chosen == "ram") else "disk" if ranks.all(chosen == "disk") else "off"
     on_storage(storage)
     if storage == "off":
         return LiveBatches(backbone, sweep, recipe, loaders, ranks)
-    stored = StoredBatches(*stores, storage, len(sweep.settings), recipe, ranks)
+    source = StoredBatches(*stores, storage, sweep, recipe, ranks)
     with ranks.fail_together():  # before any process removes stores to make space for its own
-        stored.reserve()
-    return stored
+        source.reserve()
+    return source
 
 
 def _stores(
-    backbone: Backbone, recipe: Recipe, loaders: Loaders, views: int, cache: Cache, ranks: Ranks
+    backbone: Backbone,
+    stored: StoredRows,
+    recipe: Recipe,
+    loaders: Loaders,
+    views: int,
+    cache: Cache,
+    ranks: Ranks,
 ) -> tuple[TrunkStore, TrunkStore]:
     train, validation = loaders.train, loaders.validation
     views = min(views, epochs(len(train.split), recipe))
     return (
-        TrunkStore(backbone, train, views, recipe.seed, cache, ranks.shard(len(train.split))),
-        TrunkStore(backbone, validation, 1, 0, cache, ranks.shard(len(validation.split))),
+        TrunkStore(backbone, train, views, recipe.seed, cache, ranks.shard(len(train.split)), stored),
+        TrunkStore(backbone, validation, 1, 0, cache, ranks.shard(len(validation.split)), stored),
     )
 
 

@@ -14,7 +14,7 @@ from vit_memory.backbone import Backbone
 from vit_memory.data.splits import Split
 from vit_memory.errors import DamagedFile, TrainingError
 from vit_memory.files.container import parse_json, read_container, write_container
-from vit_memory.files.taskfile import check_format
+from vit_memory.files.description import check_format
 from vit_memory.preprocessing import Preprocessing
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.sweep import Sweep
@@ -107,7 +107,7 @@ def training_key(
     `splits` are those of training and validation. `precision` is the dtype in which trunks are stored, or "live".
     """
     train, validation = splits
-    content = {
+    content: dict[str, Any] = {
         "backbone": backbone.fingerprint,
         "dtype": str(backbone.dtype),
         "recipe": recipe.record(),
@@ -120,4 +120,6 @@ def training_key(
         "preprocessing": asdict(preprocessing),
         "precision": precision,
     }
+    if any(setting.branch is not None for setting in sweep.settings):
+        content["trained_with_a_branch"] = [setting.branch is not None for setting in sweep.settings]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -69,7 +69,7 @@ def read_curves(log: Path, result: "FitResult") -> list[Curve]:
 
     return [
         Curve(
-            method=one.setting.task.method,
+            method=one.setting.method,
             learning_rate=one.setting.learning_rate,
             variant=_variant(one.setting),
             losses=points("losses", i),

@@ -1,20 +1,22 @@
 """fit: train tasks on images, all their settings at once, live or from stored trunks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import torch
 
 from vit_memory.backbone import Backbone
+from vit_memory.branch import Branch
 from vit_memory.data.loading import BadImages, Loader
 from vit_memory.data.splits import Split, why_empty
-from vit_memory.data.transforms import EvalTransform, TrainTransform
+from vit_memory.data.transforms import EvalTransform, TrainTransform, view_size
 from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
 from vit_memory.model import check_trained_on
 from vit_memory.preprocessing import Preprocessing
 from vit_memory.task import Task
 from vit_memory.training.batches import LOADER_BATCH, Loaders, batch_source
+from vit_memory.training.branch_sweep import BranchSweep
 from vit_memory.training.callbacks import Callbacks
 from vit_memory.training.checkpoint import CheckpointFile, TrainingState, training_key
 from vit_memory.training.objective import objective_for
@@ -24,6 +26,7 @@ from vit_memory.training.regimes import build_sweep
 from vit_memory.training.results import FitResult, setting_results
 from vit_memory.training.sweep import Setting
 from vit_memory.training.trainer import Trainer
+from vit_memory.training.trunk_shape import TrunkShape
 
 
 def fit(
@@ -34,6 +37,8 @@ def fit(
     recipe: Recipe | None = None,
     *,
     parents: Sequence[Task] = (),
+    branches: Sequence[Branch] = (),
+    train_branches: bool = False,
     options: TrainingOptions | None = None,
     callbacks: Callbacks | None = None,
 ) -> FitResult:
@@ -53,7 +58,11 @@ def fit(
     not changed. The same arguments give the same bits on the same machine; every setting ends with the weights of its
     solo run, to rounding.
 
-    `recipe` decides what is learned; without one it is `Recipe()`, or `Recipe.reader()` if a task has a learned reader.
+    `branches` are those that tasks and parents stand on. They are not changed, unless `train_branches`: then every
+    setting trains a copy of its task's branch too, which is `.best.branch`.
+
+    `recipe` decides what is learned; without one it is `Recipe()`, or `Recipe.reader()` if a task has a learned reader
+    or a branch is trained.
     `options` decides how the training runs: `TrainingOptions(cache=Cache("disk"), workers=4)`; with a `checkpoint` file
     and `resume=True`, an interrupted training ends with the same weights as an uninterrupted one. `callbacks` report
     progress and can stop the training, which saves the checkpoint and raises TrainingStopped.
@@ -61,15 +70,21 @@ def fit(
     Loss and validation score depend on the kind of the tasks: cross-entropy and accuracy; binary cross-entropy and mAP,
     with thresholds chosen on the validation images; or smooth L1 and R².
     """
-    recipe = recipe or Recipe.for_regimes(task.regime for task in tasks)
+    recipe = recipe or Recipe.for_regimes((task.regime for task in tasks), train_branches=train_branches)
     options, callbacks = options or TrainingOptions(), callbacks or Callbacks()
     ranks = options.ranks
     preprocessing = _preprocessing(backbone, options.image_size)
-    _check(backbone, tasks, parents, train, validation)
+    _check(backbone, tasks, [*parents, *branches], train, validation)
     objective = objective_for(tasks[0], recipe, train, validation)
     grid = product(tasks, recipe.rates, recipe.weight_decays)
-    settings = [Setting(task, rate, decay) for task, rate, decay in grid]
-    sweep = build_sweep(backbone, settings, TaskGraph(parents), recipe, objective)
+    trained = {branch.digest: branch for branch in branches} if train_branches else {}
+    settings = [Setting(task, rate, decay, _branch_of(task, trained)) for task, rate, decay in grid]
+    frozen = TaskGraph(parents, () if train_branches else branches)
+    sweep = build_sweep(backbone, settings, frozen, recipe, objective)
+    if isinstance(sweep, BranchSweep):
+        sweep.check_memory(
+            TrunkShape.of(backbone, view_size(preprocessing)), options.threads or torch.get_num_threads()
+        )
     loaders = _loaders(train, validation, preprocessing, recipe, options)
     source = batch_source(backbone, sweep, recipe, loaders, options.cache, ranks, callbacks.on_storage)
 
@@ -96,12 +111,23 @@ def _preprocessing(backbone: Backbone, image_size: int | None) -> Preprocessing:
     return preprocessing if image_size is None else preprocessing.at(image_size)
 
 
-def _check(backbone: Backbone, tasks: Sequence[Task], parents: Sequence[Task], train: Split, validation: Split) -> None:
+def _branch_of(task: Task, trained: Mapping[str, Branch]) -> Branch | None:
+    """The branch that is trained with a task, if branches are trained."""
+    return None if task.branch is None else trained.get(task.branch.digest)
+
+
+def _check(
+    backbone: Backbone,
+    tasks: Sequence[Task],
+    frozen: Sequence[Task | Branch],
+    train: Split,
+    validation: Split,
+) -> None:
     """Raise for arguments that cannot be trained, before any work."""
     if not tasks:
         raise TrainingError("no tasks to train.")
-    for task in (*tasks, *parents):
-        check_trained_on(task, backbone)
+    for item in (*tasks, *frozen):
+        check_trained_on(item, backbone)
     for name, split in (("training", train), ("validation", validation)):
         if not len(split):
             raise TrainingError(f"the {name} split holds no images: {why_empty(split.kind)}.")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_memory.buffers import BufferPool
-from vit_memory.trunk import call
+from vit_memory.updates import call
 
 
 class PooledLinear:

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vit_memory.adapter import Adapter, LowRank
 from vit_memory.choices import Part
-from vit_memory.learned_reader import LearnedReader, LowRank
-from vit_memory.reader_updates import GainGroup, LowRankGroup, updates_by_size
 from vit_memory.training.sweep import Stack
+from vit_memory.updates import GainGroup, LowRankGroup, updates_by_size
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderStacks:
     """Learned readers by setting. Stacks have the blocks first, then the settings."""
 
-    untrained: Mapping[int, LearnedReader]  # by the number of the setting
+    untrained: Mapping[int, Adapter]  # by the number of the setting
     stacks: Mapping[str, Stack]  # "gains" (L, G, 6, D), "q.8.A" (L, G, r, in), "q.8.B" (L, G, out, r) …
 
     @classmethod
-    def of(cls, readers: Mapping[int, LearnedReader], device: torch.device) -> "ReaderStacks":
+    def of(cls, readers: Mapping[int, Adapter], device: torch.device) -> "ReaderStacks":
         """Parameters that start as the untrained readers."""
         stacks: dict[str, Stack] = {}
 
@@ -59,7 +59,7 @@ class ReaderStacks:
         ]
         return gains, low_rank
 
-    def reader(self, setting: int, values: Mapping[str, Tensor]) -> LearnedReader:
+    def reader(self, setting: int, values: Mapping[str, Tensor]) -> Adapter:
         """The reader of one setting with these values of the stacks."""
 
         def own(name: str) -> Tensor:
@@ -67,7 +67,7 @@ class ReaderStacks:
             return values[name][:, place].clone()
 
         untrained = self.untrained[setting]
-        return LearnedReader(
+        return Adapter(
             None if untrained.gains is None else own("gains"),
             {
                 projection: LowRank(own(f"{projection}.{update.rank}.A"), own(f"{projection}.{update.rank}.B"))

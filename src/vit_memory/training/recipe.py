@@ -105,16 +105,16 @@ class Recipe:
 
     @classmethod
     def reader(cls) -> "Recipe":
-        """The recipe for learned readers: AdamW, fewer steps, and the weights of the best evaluation.
+        """The recipe for learned readers and branches: AdamW, fewer steps, and the weights of the best evaluation.
 
         Longer training gained little on the validation images of three small datasets.
         """
         return cls(steps=150, optimiser="adamw", evaluate_every=25, keep_best=True)
 
     @classmethod
-    def for_regimes(cls, regimes: Iterable[Regime]) -> "Recipe":
-        """The recipe for tasks of these regimes, where none is given."""
-        return cls.reader() if any(REGIMES[regime].reader for regime in regimes) else cls()
+    def for_regimes(cls, regimes: Iterable[Regime], *, train_branches: bool = False) -> "Recipe":
+        """The recipe for tasks of these regimes, alone or with branches, where none is given."""
+        return cls.reader() if train_branches or any(REGIMES[regime].reader for regime in regimes) else cls()
 
     @classmethod
     def paper(cls) -> "Recipe":

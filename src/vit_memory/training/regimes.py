@@ -17,6 +17,7 @@ from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
 from vit_memory.regimes import COMPOSABLE
 from vit_memory.task import Task
+from vit_memory.training.branch_sweep import BranchSweep
 from vit_memory.training.memory_sweep import MemorySweep
 from vit_memory.training.objective import Objective
 from vit_memory.training.recipe import Recipe
@@ -127,6 +128,8 @@ def build_sweep(
     if not settings:
         raise TrainingError("no settings to train.")
     sweeps = {SWEEPS[setting.task.regime] for setting in settings}
+    if any(setting.branch is not None for setting in settings) and sweeps == {TrunkSweep}:
+        sweeps = {BranchSweep}
     if len(sweeps) > 1:
         regimes = ", ".join(sorted({setting.task.regime for setting in settings}))
         raise TrainingError(

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from vit_memory.backbone import Backbone
+from vit_memory.branch import Branch
 from vit_memory.choices import Storage
 from vit_memory.data.loading import BadImages
 from vit_memory.preprocessing import Preprocessing
-from vit_memory.task import Task
+from vit_memory.task import Task, TaskRecord
 from vit_memory.training.checkpoint import TrainingState
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.regimes import FullSweep
@@ -23,6 +24,17 @@ class SettingResult:
     score: float | None  # on the validation images; None if it diverged
     stopped_at: int | None = None  # the step at which it diverged
     backbone: Backbone | None = None  # regime `full` only: the trained backbone
+    branch: Branch | None = None  # the branch that was trained with the task
+
+    @property
+    def method(self) -> str:
+        """What it learned besides a head, for tables."""
+        return self.setting.method
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters were trained."""
+        return self.setting.parameters
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,17 +50,17 @@ class FitResult:
     def best(self) -> SettingResult:
         """The highest validation score; of equals the one with the fewest parameters, then the first."""
         scored = [result for result in self.settings if result.score is not None]
-        return max(scored, key=lambda result: (result.score or 0.0, -result.task.parameters))
+        return max(scored, key=lambda result: (result.score or 0.0, -result.parameters))
 
     @property
     def best_by_method(self) -> list[SettingResult]:
         """The best setting of every method that did not diverge, from the smallest task to the largest."""
         best: dict[str, SettingResult] = {}
         for result in self.settings:
-            method = result.task.method
+            method = result.method
             if result.score is not None and (method not in best or result.score > (best[method].score or 0.0)):
                 best[method] = result
-        return sorted(best.values(), key=lambda result: result.task.parameters)
+        return sorted(best.values(), key=lambda result: result.parameters)
 
 
 def metric_key(metric: str) -> str:
@@ -63,6 +75,7 @@ def setting_results(
     objective = sweep.objective
     scores = state.best_scores if recipe.keeps_best else state.scores
     results = []
+    branches = sweep.branches()
     for i, (setting, task) in enumerate(zip(sweep.settings, sweep.tasks(), strict=True)):
         score = scores[i]
         if i in state.stopped or score is None:
@@ -70,22 +83,26 @@ def setting_results(
             continue
         backbone = sweep.trained_backbone(i) if isinstance(sweep, FullSweep) else None
         thresholds = None if state.thresholds is None else tuple(state.thresholds[i])
-        recorded = _with_record(task, setting, recipe, preprocessing, {metric_key(objective.metric): score})
-        complete = replace(recorded, thresholds=thresholds, target_scale=objective.scale)
-        results.append(SettingResult(setting, complete, score, backbone=backbone))
+        metrics = {metric_key(objective.metric): score}
+        record = _training_record(task.record, setting, recipe, preprocessing, metrics)
+        complete = replace(task, record=record, thresholds=thresholds, target_scale=objective.scale)
+        branch = branches[i]
+        if branch is not None:
+            record = _training_record(branch.record, setting, recipe, preprocessing, metrics)
+            branch = replace(branch, record=record)
+        results.append(SettingResult(setting, complete, score, backbone=backbone, branch=branch))
     return tuple(results)
 
 
-def _with_record(
-    task: Task, setting: Setting, recipe: Recipe, preprocessing: Preprocessing, metrics: Mapping[str, float]
-) -> Task:
-    """The task with a record of its training, for its file."""
+def _training_record(
+    record: TaskRecord, setting: Setting, recipe: Recipe, preprocessing: Preprocessing, metrics: Mapping[str, float]
+) -> TaskRecord:
+    """The record of a trained task or branch, for its file."""
     recipe_record = {
-        **task.record.recipe,
+        **record.recipe,
         **recipe.record(),
         "learning_rates": [setting.learning_rate],
         "weight_decays": [setting.weight_decay],
         "area": list(recipe.area),
     }
-    record = replace(task.record, preprocessing=preprocessing, recipe=recipe_record, metrics=metrics)
-    return replace(task, record=record)
+    return replace(record, preprocessing=preprocessing, recipe=recipe_record, metrics=metrics)

@@ -6,6 +6,7 @@ curves.png, tensorboard/     the same as curves
 checkpoint.safetensors       the state of the training, to resume it
 settings.json                every setting with its validation score
 bad-images.tsv               images that were left out, with the reason (if there are any)
+<name>.branch.safetensors    the branch that was trained with the best task, if one was
 <name>.safetensors           the best setting's task, written last
 <name>.backbone.safetensors  regime `full` only: the trained backbone, by the library's names
 report.html                  the best task's scores, mistakes and pictures; written by the command (vit_memory.report)
@@ -22,10 +23,12 @@ from typing import Any
 
 from vit_memory.atomic import write_atomic
 from vit_memory.backbone import Backbone
+from vit_memory.branch import Branch
 from vit_memory.choices import Storage
 from vit_memory.data.sources import Dataset
 from vit_memory.data.splits import Split
 from vit_memory.errors import TrainingError
+from vit_memory.files.branchfile import branch_file, save_branch
 from vit_memory.files.container import write_container
 from vit_memory.files.taskfile import save_task
 from vit_memory.task import Task
@@ -48,12 +51,20 @@ class TrainingPlan:
     recipe: Recipe = field(default_factory=Recipe)
     parents: tuple[Task, ...] = ()  # the tasks it extends, with all their ancestors
     extends: tuple[str, ...] = ()  # the names of the parents it extends directly
+    branch: Branch | None = None  # the frozen branch it stands on
+    parent_branches: tuple[Branch, ...] = ()  # those that its parents stand on
     per_class: int | None = None  # at most so many training images of a class; None: all
 
     @property
     def direct_parents(self) -> list[Task]:
         """The parents it extends directly."""
         return [task for task in self.parents if task.name in self.extends]
+
+    @property
+    def frozen_branches(self) -> list[Branch]:
+        """All branches that the training reads."""
+        own = [] if self.branch is None else [self.branch]
+        return [*own, *(b for b in self.parent_branches if self.branch is None or b.digest != self.branch.digest)]
 
 
 def train_run(
@@ -70,7 +81,17 @@ def train_run(
     """
     options, callbacks = options or TrainingOptions(), callbacks or Callbacks()
     options = replace(options, checkpoint=_check_folder(folder, resume=options.resume))
-    tasks = plan.grid.tasks(backbone, plan.name, dataset.labels, plan.direct_parents, dataset.kind)
+    train_branches = plan.grid.branches is not None
+    branches = plan.frozen_branches
+    if plan.grid.branches is not None:
+        if branches:
+            raise TrainingError(f"{plan.name}: give a branch to stand on, or --branch-blocks to train one, not both.")
+        branches = plan.grid.branches.branches(backbone, plan.name)
+    tasks = [
+        task
+        for branch in (branches if train_branches else [plan.branch])
+        for task in plan.grid.tasks(backbone, plan.name, dataset.labels, plan.direct_parents, dataset.kind, branch)
+    ]
     train = dataset.train if plan.per_class is None else dataset.train.per_class(plan.per_class, plan.recipe.seed)
     config = _config(backbone, dataset, train, plan, options.image_size)
     if options.resume:
@@ -96,6 +117,8 @@ def train_run(
         dataset.validation,
         plan.recipe,
         parents=plan.parents,
+        branches=branches,
+        train_branches=train_branches,
         options=options,
         callbacks=replace(callbacks, on_progress=on_progress, on_storage=on_storage),
     )
@@ -122,7 +145,7 @@ def _check_folder(folder: Path, *, resume: bool) -> Path:
 def _config(
     backbone: Backbone, dataset: Dataset, train: Split, plan: TrainingPlan, image_size: int | None
 ) -> dict[str, Any]:
-    return {
+    config: dict[str, Any] = {
         "format": "vit-memory-run/1",
         "name": plan.name,
         "backbone": {**asdict(backbone.identity), "dtype": str(backbone.dtype)},
@@ -136,6 +159,9 @@ def _config(
         "recipe": plan.recipe.record(),
         "image_size": image_size,
     }
+    if plan.branch is not None:
+        config["branch"] = {plan.branch.name: plan.branch.digest}
+    return config
 
 
 def _with_first_storage(options: TrainingOptions, config: Mapping[str, Any]) -> TrainingOptions:
@@ -151,6 +177,9 @@ def _save_best(folder: Path, name: str, result: FitResult, data_record: Mapping[
         weights = {key: value.detach().cpu() for key, value in best.backbone.model.state_dict().items()}
         about = {"format": "vit-memory-backbone/1", "backbone": best.backbone.name, "task": name}
         write_container(folder / f"{name}.backbone.safetensors", about, weights)
+    if best.branch is not None:
+        record = replace(best.branch.record, recipe={**best.branch.record.recipe, **data_record})
+        save_branch(replace(best.branch, record=record), branch_file(folder, name))
     record = replace(best.task.record, recipe={**best.task.record.recipe, **data_record})
     save_task(replace(best.task, record=record), folder / f"{name}.safetensors")
 
@@ -219,11 +248,12 @@ def _row(result: SettingResult, metric: str) -> dict[str, Any]:
         "regime": task.regime,
         "cells": task.cells,
         **_reader_row(task),
+        **_branch_row(result.setting.branch),
         "learning_rate": result.setting.learning_rate,
         "weight_decay": result.setting.weight_decay,
         "start": task.record.recipe.get("start"),
         "seed": task.record.recipe.get("task_seed"),
-        "parameters": task.parameters,
+        "parameters": result.parameters,
         metric_key(metric): result.score,
         "stopped_at": result.stopped_at,
     }
@@ -235,6 +265,15 @@ def _reader_row(task: Task) -> dict[str, Any]:
         return {}
     rank = {projection: update.rank for projection, update in task.reader.low_rank.items()}
     return {"rank": rank, "gains": task.reader.gains is not None, "read_out": str(task.read_out)}
+
+
+def _branch_row(branch: Branch | None) -> dict[str, Any]:
+    """What the branch of a setting consists of; nothing for other settings."""
+    if branch is None:
+        return {}
+    rank = {projection: update.rank for projection, update in branch.adapter.low_rank.items()}
+    gains = branch.adapter.gains is not None
+    return {"branch_blocks": branch.blocks, "branch_rank": rank, "branch_gains": gains}
 
 
 def _log_row(progress: Progress) -> dict[str, Any]:

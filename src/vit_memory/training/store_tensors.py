@@ -2,51 +2,53 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from vit_memory.training.store_format import DONE, FEATURES, TRUNKS
-from vit_memory.training.trunk_shape import TrunkShape
+from vit_memory.training.store_format import DONE
+from vit_memory.training.stored_rows import RowPart
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoreTensors:
     """The rows of a store, in memory or mapped from its files."""
 
-    trunks: Tensor  # (rows, L, 2, H, N, D/H): keys and values of every block
-    features: Tensor  # (rows, 2, D) float32: what `head` tasks read, and the patch mean
+    parts: Mapping[str, Tensor]  # (rows, …) by file name
     done: Tensor  # (rows,) uint8
     folder: Path | None = None  # None: in memory
 
     @classmethod
-    def in_memory(cls, rows: int, shape: TrunkShape, dtype: torch.dtype) -> "StoreTensors":
+    def in_memory(cls, rows: int, parts: Mapping[str, RowPart], dtype: torch.dtype) -> "StoreTensors":
         """Space for so many rows, none of them done."""
-        trunks = torch.empty(rows, *shape.row, dtype=dtype)
-        return cls(trunks, torch.empty(rows, 2, shape.width), torch.zeros(rows, dtype=torch.uint8))
+        tensors = {name: torch.empty(rows, *part.shape, dtype=_dtype(part, dtype)) for name, part in parts.items()}
+        return cls(tensors, torch.zeros(rows, dtype=torch.uint8))
 
     @classmethod
-    def on_disk(cls, folder: Path, rows: int, shape: TrunkShape, dtype: torch.dtype) -> "StoreTensors":
+    def on_disk(cls, folder: Path, rows: int, parts: Mapping[str, RowPart], dtype: torch.dtype) -> "StoreTensors":
         """Map the files of a folder. If any is missing or has another size, all of them start empty."""
-        dtypes = (dtype, torch.float32, torch.uint8)
-        lengths = (rows * math.prod(shape.row), rows * 2 * shape.width, rows)
-        files = [folder / name for name in (TRUNKS, FEATURES, DONE)]
-        _create_files(files, [n * each.itemsize for n, each in zip(lengths, dtypes, strict=True)])
-        trunks, features, done = (
-            torch.from_file(str(file), shared=True, size=n, dtype=each)
-            for file, n, each in zip(files, lengths, dtypes, strict=True)
-        )
-        return cls(trunks.view(rows, *shape.row), features.view(rows, 2, shape.width), done, folder)
+        dtypes = {**{name: _dtype(part, dtype) for name, part in parts.items()}, DONE: torch.uint8}
+        shapes = {**{name: part.shape for name, part in parts.items()}, DONE: ()}
+        lengths = {name: rows * math.prod(shape) for name, shape in shapes.items()}
+        _create_files([folder / name for name in shapes], [lengths[name] * dtypes[name].itemsize for name in shapes])
+        tensors = {
+            name: torch.from_file(str(folder / name), shared=True, size=lengths[name], dtype=dtypes[name]).view(
+                rows, *shape
+            )
+            for name, shape in shapes.items()
+        }
+        done = tensors.pop(DONE)
+        return cls(tensors, done, folder)
 
     def mark_done(self, rows: Sequence[Tensor]) -> None:
         """Mark rows as done after flushing them to disk: after a power cut, a row that is marked is complete."""
         if not rows:
             return
-        self._flush(TRUNKS, FEATURES)
+        self._flush(*self.parts)
         self.done[torch.cat(list(rows))] = 1
         self._flush(DONE)
 
@@ -66,14 +68,22 @@ class StoreTensors:
         if self.folder is None or not hasattr(os, "posix_fadvise"):  # macOS and Windows have no such call
             yield lambda rows: None
             return
-        length = self.trunks[0].nbytes if len(self.trunks) else 0
-        with (self.folder / TRUNKS).open("rb") as file:
+        with ExitStack() as opened:
+            files = [
+                (opened.enter_context((self.folder / name).open("rb")).fileno(), part[0].nbytes if len(part) else 0)
+                for name, part in self.parts.items()
+            ]
 
             def prefetch(rows: Tensor) -> None:
                 for row in rows.tolist():
-                    os.posix_fadvise(file.fileno(), row * length, length, os.POSIX_FADV_WILLNEED)
+                    for file, length in files:
+                        os.posix_fadvise(file, row * length, length, os.POSIX_FADV_WILLNEED)
 
             yield prefetch
+
+
+def _dtype(part: RowPart, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if part.exact else dtype
 
 
 def _create_files(files: Sequence[Path], sizes: Sequence[int]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vit_memory.backbone import Backbone
+from vit_memory.branch import Branch
 from vit_memory.choices import Part
 from vit_memory.errors import TrainingError
 from vit_memory.graph import TaskGraph
@@ -22,10 +23,13 @@ from vit_memory.regimes import COMPOSABLE
 from vit_memory.task import Task
 from vit_memory.training.objective import Objective, SingleLabel
 from vit_memory.training.recipe import Recipe
-from vit_memory.trunk import Trunk
+from vit_memory.training.stored_rows import StoredRows
+from vit_memory.training.trunk_shape import TrunkShape
+from vit_memory.trunk import BranchStart, Trunk
 
 _ADAM = (0.9, 0.999, 1e-8)
-Encoding = Trunk | Tensor  # what settings read: the trunk of a batch, or the images themselves
+# What settings read: the trunk of a batch, where branches in training start, or the images themselves.
+Encoding = Trunk | BranchStart | Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +39,17 @@ class Setting:
     task: Task  # before training
     learning_rate: float
     weight_decay: float = 0.0
+    branch: Branch | None = None  # that is trained with the task, before training
+
+    @property
+    def method(self) -> str:
+        """What it learns besides a head, for tables."""
+        return self.task.method if self.branch is None else f"{self.task.method} on {self.branch.method}"
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters it trains."""
+        return self.task.parameters + (0 if self.branch is None else self.branch.parameters)
 
     @property
     def name(self) -> str:
@@ -44,7 +59,7 @@ class Setting:
         record = task.record.recipe
         start = ", random token" if record.get("start") == "normal" and task.class_token is not None else ""
         seed = f", seed {record['task_seed']}" if record.get("task_seed") else ""
-        return f"{task.method}, rate {self.learning_rate:g}{decay}{start}{seed}"
+        return f"{self.method}, rate {self.learning_rate:g}{decay}{start}{seed}"
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +95,6 @@ class Stack:
 class Sweep(ABC):
     """T settings with the same labels: their parameters and optimiser state. Subclasses define the forward pass."""
 
-    storable = False  # whether `encode` returns a trunk that a store can keep
-
     def __init__(
         self,
         backbone: Backbone,
@@ -90,6 +103,7 @@ class Sweep(ABC):
         recipe: Recipe,
         objective: Objective | None = None,
     ) -> None:
+        """`parents` holds the tasks that the settings extend, and the frozen branches that they stand on."""
         check_alike(settings)
         self.backbone, self.settings, self.parents, self.recipe = backbone, tuple(settings), parents, recipe
         if objective is None and settings[0].task.kind != "single-label":
@@ -109,6 +123,18 @@ class Sweep(ABC):
                 f"{self.settings[0].name}: only {', '.join(sorted(COMPOSABLE))} tasks can extend others."
             )
 
+    def stored_rows(self, image_size: tuple[int, int]) -> StoredRows | None:
+        """What a store keeps of images of that size; None if `encode` gives nothing that can be kept."""
+        return None
+
+    def live_chunk(self, shape: TrunkShape, threads: int) -> int:
+        """How many images each thread computes at a time, from pixels."""
+        return shape.live_chunk(self.backbone.dtype, threads)
+
+    def stored_chunk(self, shape: TrunkShape, threads: int) -> int:
+        """How many images each thread computes at a time, from a store."""
+        return shape.stored_chunk(self.backbone.dtype, threads, len(self.settings))
+
     @abstractmethod
     def create_parameters(self) -> dict[str, Stack]:
         """The trained tensors of all settings, by name."""
@@ -124,6 +150,10 @@ class Sweep(ABC):
     @abstractmethod
     def tasks(self) -> list[Task]:
         """Every setting's task with its current weights (its best ones if they are kept), on the CPU."""
+
+    def branches(self) -> Sequence[Branch | None]:
+        """The branches that were trained with the tasks, in the same way."""
+        return [None] * len(self.settings)
 
     def leaves(self) -> list[Tensor]:
         """The tensors that the gradients of a batch are taken for. Call it once before threads compute the batch."""

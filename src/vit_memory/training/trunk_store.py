@@ -1,4 +1,4 @@
-"""A store: the trunks of fixed views, kept in memory or on disk, so that the backbone runs once per view.
+"""A store: the rows of fixed views (`stored_rows.py`), kept in memory or on disk: the backbone runs once per view.
 
 Rows are computed in a fixed order and in fixed batches, so a store that was interrupted and continued holds the same
 bits as one that was not. `store_format.py` describes the files.
@@ -7,7 +7,6 @@ bits as one that was not. `store_format.py` describes the files.
 import hashlib
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,21 +21,20 @@ from vit_memory.backbone import Backbone
 from vit_memory.buffers import ThreadBuffers
 from vit_memory.data.loading import Loader
 from vit_memory.data.transforms import EvalTransform, TrainTransform, view_size
-from vit_memory.outputs import Original
 from vit_memory.parallel import ChunkThreads
 from vit_memory.training.batch_plan import PlannedBatch
 from vit_memory.training.cache import Cache
 from vit_memory.training.locks import UseMark, exclusive, remove_stale_marks
 from vit_memory.training.store_format import ABOUT, FORMAT, KEY_LENGTH
 from vit_memory.training.store_tensors import StoreTensors
+from vit_memory.training.stored_rows import StoredRows, TrunkRows, row_bytes
 from vit_memory.training.stores import lock_stores, make_space
-from vit_memory.training.trunk_shape import TrunkShape, even_slices
-from vit_memory.trunk import PooledTrunk, run_trunk
+from vit_memory.training.sweep import Encoding
+from vit_memory.training.trunk_shape import even_slices
 
 _TRANSFORM_WORDS = {EvalTransform: "Evaluation", TrainTransform: "Training"}  # in keys, which must not change
 _FLUSH_EVERY_S = 5.0  # flushing after each batch would cost as much time as computing it
 _COMPUTED_AT_ONCE = 16  # images per thread: the same on every machine, as the last bits depend on it
-_GATHERED_AT_ONCE = 16  # rows of a block that are gathered before they are cast: they stay in the processor's cache
 log = logging.getLogger(__name__)
 
 
@@ -44,16 +42,26 @@ class TrunkStore:
     """The rows of one loader's views. Open it, fill it, then read batches from it."""
 
     def __init__(
-        self, backbone: Backbone, loader: Loader, views: int, seed: int, cache: Cache, indices: Sequence[int]
+        self,
+        backbone: Backbone,
+        loader: Loader,
+        views: int,
+        seed: int,
+        cache: Cache,
+        indices: Sequence[int],
+        stored: StoredRows | None = None,
     ) -> None:
-        """`indices` are the images of the split that are stored: all, or those of this process."""
+        """`indices` are the images of the split that are stored: all, or those of this process.
+
+        `stored` is what is kept of a view, a plain trunk by default.
+        """
         self.backbone, self.loader, self.views, self.seed, self.indices = backbone, loader, views, seed, list(indices)
         self.rows = views * len(indices)
-        self.shape = TrunkShape.of(backbone, view_size(loader.transform.preprocessing))
+        self.stored = stored or TrunkRows(backbone, view_size(loader.transform.preprocessing))
         self.dtype = cache.torch_dtype
         self.folder = cache.stores_folder / self._key()[:KEY_LENGTH]  # used on disk only
         self.limit = cache.limit
-        self.bytes = self.shape.bytes(self.rows, self.dtype)
+        self.bytes = self.rows * row_bytes(self.stored, self.dtype)
         self.tensors: StoreTensors | None = None  # once it is open
         self._use_mark: UseMark | None = None
         self._buffers = ThreadBuffers()
@@ -71,6 +79,7 @@ class TrunkStore:
             "places": self.indices if len(self.indices) < len(self.loader.split) else "all",
             "views": [self.views, self.seed if isinstance(self.loader.transform, TrainTransform) else 0],
             "group": [self.loader.batch_size, _COMPUTED_AT_ONCE],
+            **self.stored.key,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -85,13 +94,13 @@ class TrunkStore:
     def open(self, *, disk: bool) -> "TrunkStore":
         """Take the space it needs; on disk, the least recently used stores that no process uses are removed for it."""
         if not disk:
-            self.tensors = StoreTensors.in_memory(self.rows, self.shape, self.dtype)
+            self.tensors = StoreTensors.in_memory(self.rows, self.stored.parts, self.dtype)
             return self
         with lock_stores(self.folder.parent):
             make_space(self.folder.parent, self.folder, self.bytes, self.limit)
             self._mark_in_use()
             self._describe()
-            self.tensors = StoreTensors.on_disk(self.folder, self.rows, self.shape, self.dtype)
+            self.tensors = StoreTensors.on_disk(self.folder, self.rows, self.stored.parts, self.dtype)
         return self
 
     def close(self) -> None:
@@ -189,14 +198,15 @@ class TrunkStore:
         images, rows = images_and_rows
         backbone, tensors = self.backbone, self._open_tensors()
         limit = largest_finite(backbone.dtype, self.dtype)
-        trunk = run_trunk(backbone.roles, backbone.check_images(images.to(backbone.device)), pool=self._buffers.pool)
-        for i, block in enumerate(zip(trunk.keys, trunk.values, strict=True)):
-            for j, computed in enumerate(block):
-                # A value beyond the dtype's range would become infinity, which spoils every reader. The cast comes
-                # first: in the backbone's dtype the limit itself may round up to a value that is out of range.
-                tensors.trunks[rows, i, j] = computed.to("cpu", self.dtype).clamp_(-limit, limit)
-        features = torch.stack([trunk.original.feature, trunk.patch_mean], dim=1)
-        tensors.features[rows] = features.float().cpu()
+        images = backbone.check_images(images.to(backbone.device))
+        for computed in self.stored.compute(images, self._buffers.pool):
+            table = tensors.parts[computed.part]
+            values = computed.values.to("cpu", table.dtype)
+            # A value beyond the dtype's range would become infinity, which spoils every reader. The cast comes first:
+            # in the backbone's dtype the limit itself may round up to a value that is out of range.
+            exact = self.stored.parts[computed.part].exact
+            place: tuple[Tensor | int, ...] = (rows, *computed.place)
+            table[place] = values if exact else values.clamp_(-limit, limit)
 
     def _rows(self, view: int, indices: Sequence[int] | Tensor) -> Tensor:
         return view * len(self.indices) + self._position[torch.as_tensor(indices, dtype=torch.long)]
@@ -222,25 +232,9 @@ class TrunkStore:
             if previous is not None:
                 yield previous
 
-    def trunk(self, rows: Tensor) -> PooledTrunk:
-        """Rows as a trunk in the backbone's dtype, on its device."""
-        device, dtype, shape, tensors = self.backbone.device, self.backbone.dtype, self.shape, self._open_tensors()
-        one = shape.row[2:]  # the keys, or values, of one block: a line of the table below
-        keys, values = (
-            tuple(self._buffers.pool.get((name, i), (len(rows), *one), dtype, device) for i in range(shape.blocks))
-            for name in ("keys", "values")
-        )
-        table = tensors.trunks.view(-1, math.prod(one))
-        for part in even_slices(len(rows), _GATHERED_AT_ONCE):
-            lines = rows[part] * (2 * shape.blocks)
-            gathered = self._buffers.pool.get("gathered", (len(lines), table.shape[1]), table.dtype, table.device)
-            for i in range(shape.blocks):
-                for j, target in enumerate((keys, values)):
-                    torch.index_select(table, 0, lines + (2 * i + j), out=gathered)
-                    target[i][part].copy_(gathered.view(-1, *one))
-        feature, patches = tensors.features[rows].to(device, dtype).unbind(1)
-        no_tokens = feature.new_zeros(len(feature), 0, shape.width)  # they are not stored
-        return PooledTrunk(keys, values, Original(no_tokens, feature), patches)
+    def encoding(self, rows: Tensor) -> Encoding:
+        """Rows as what settings read, in the backbone's dtype, on its device."""
+        return self.stored.assemble(self._open_tensors().parts, rows, self._buffers.pool)
 
 
 def largest_finite(computed: torch.dtype, stored: torch.dtype) -> float:

@@ -10,15 +10,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vit_memory.branch import Branch
 from vit_memory.buffers import ThreadBuffers
 from vit_memory.errors import TrainingError
-from vit_memory.reader_updates import block_updates, group_readers
+from vit_memory.graph import has_digest
+from vit_memory.model import placer
 from vit_memory.reading import Memory, Readers, lay_out, place_cells, project_cells, read
 from vit_memory.regimes import COMPOSABLE
 from vit_memory.training.frozen_linear import PooledLinear
 from vit_memory.training.memory_sweep import MemorySweep
+from vit_memory.training.stored_rows import StoredRows, TrunkRows
 from vit_memory.training.sweep import Encoding, Stack
-from vit_memory.trunk import Trunk, run_trunk
+from vit_memory.trunk import ReadableTrunk, Trunk, run_trunk
+from vit_memory.updates import PreparedBranch, Run, group_readers, prepare_branch, reader_updates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,9 +34,10 @@ class _DetachedReaders:
 
 
 class TrunkSweep(MemorySweep):
-    """Settings of `head`, `class`, `memory` and `reader`, which extend the same frozen parents."""
+    """Settings of `head`, `class`, `memory` and `reader`, which extend the same frozen parents.
 
-    storable = True
+    They read the original trunk, or frozen branches that are among `parents`.
+    """
 
     def check_parents(self) -> None:
         """Raise TrainingError unless the parents are exactly those that the settings extend, with all ancestors."""
@@ -55,8 +60,54 @@ class TrunkSweep(MemorySweep):
         stacks = super().create_parameters()
         self._detached: _DetachedReaders | None = None
         self._buffers = ThreadBuffers()
+        self.frozen_branches = self._prepare_branches()
         self._lay_out()
         return stacks
+
+    def _prepare_branches(self) -> tuple[PreparedBranch, ...]:
+        """The frozen branches that settings and parents stand on."""
+        backbone = self.backbone
+        place = placer(backbone)
+        refs = {setting.task.branch.digest for setting in self.settings if setting.task.branch is not None}
+        own = [self._frozen_branch(digest) for digest in sorted(refs)]
+        inherited = [b for name in self.parents if (b := self.parents.branch_of(name)) is not None]
+        return tuple(
+            prepare_branch(backbone.roles.blocks, branch.digest, branch.start, branch.adapter.map(place))
+            for branch in {branch.name: branch for branch in (*own, *inherited)}.values()
+        )
+
+    def _frozen_branch(self, digest: str) -> Branch:
+        for branch in self.parents.branches.values():
+            if has_digest(branch, digest):
+                return branch
+        task = next(s.task for s in self.settings if s.task.branch is not None and s.task.branch.digest == digest)
+        assert task.branch is not None
+        raise TrainingError(
+            f"{task.name} stands on branch {task.branch.name!r} (digest {digest[:12]}…), which is not given."
+        )
+
+    def branch_key(self, i: int) -> str | None:
+        """The key of the branch that setting i stands on."""
+        ref = self.settings[i].task.branch
+        return None if ref is None else self._frozen_branch(ref.digest).digest
+
+    @property
+    def _trunk_keys(self) -> list[str | None]:
+        """The trunks that settings and parents may read."""
+        return [None, *(branch.key for branch in self.frozen_branches)]
+
+    @property
+    def kept_blocks(self) -> int:
+        """How many blocks of the original trunk are read."""
+        if not self.frozen_branches:
+            return self.backbone.depth
+        starts = {branch.key: branch.start for branch in self.frozen_branches}
+        read = {trunk.branch for trunk in self._layout.trunks} if self.with_token else set()
+        return max((self.backbone.depth if key is None else starts[key] for key in read), default=0)
+
+    def stored_rows(self, image_size: tuple[int, int]) -> StoredRows | None:
+        """Trunks of the original tokens and of the frozen branches."""
+        return TrunkRows(self.backbone, image_size, self.kept_blocks, self.frozen_branches)
 
     def _lay_out(self) -> None:
         """Lay out the settings with a class token beside the parents they read; project the parents' cells once."""
@@ -66,7 +117,9 @@ class TrunkSweep(MemorySweep):
         ancestors = [list(index.values())] * len(self.with_token)
         ancestors += [[index[a] for a in self.parents.ancestors(task.name) if a in index] for task in above]
         counts = [self.settings[i].task.cells for i in self.with_token] + [task.cells for task in above]
-        layout = lay_out([str(i) for i in range(len(counts))], ancestors, counts)
+        trunks = [self.branch_key(i) for i in self.with_token]
+        trunks += [None if (b := self.parents.branch_of(task.name)) is None else b.digest for task in above]
+        layout = lay_out([str(i) for i in range(len(counts))], ancestors, counts, trunks)
         order = [int(name) for name in layout.names]
         starts = [sum(counts[:i]) for i in range(len(counts))]
         rows = [row for i in order for row in range(starts[i], starts[i] + counts[i])]
@@ -94,28 +147,35 @@ class TrunkSweep(MemorySweep):
 
     def _find_head_rows(self, positions: Mapping[int, int], readers: int) -> list[int]:
         """For every part of every head, its row of what `logits` puts together: see there."""
-        rows = []
+        rows, trunks = [], self._trunk_keys
         for i, setting in enumerate(self.settings):
+            trunk = 2 * trunks.index(self.branch_key(i))
             if i not in positions:
-                rows.append(0)
+                rows.append(trunk)
                 continue
             read_out = setting.task.read_out
-            rows += [2 + block * readers + positions[i] for block in range(read_out.blocks)]
-            rows += [1] * read_out.patches
+            rows += [2 * len(trunks) + block * readers + positions[i] for block in range(read_out.blocks)]
+            rows += [trunk + 1] * read_out.patches
         return rows
 
-    def encode(self, images: Tensor) -> Trunk:
+    def encode(self, images: Tensor) -> Encoding:
         """The trunk of the images. It is valid until the next call in the same thread."""
-        return run_trunk(self.backbone.roles, images, keep=bool(self.with_token), pool=self._buffers.pool)
+        keep = self.kept_blocks if self.with_token else 0
+        return run_trunk(self.backbone.roles, images, keep=keep, pool=self._buffers.pool, branches=self.frozen_branches)
 
     def logits(self, encoding: Encoding) -> Tensor:
         """Outputs (T, B, C) of every setting for the images of a trunk, with a graph to the leaves."""
         assert isinstance(encoding, Trunk)
-        # One row (B, D) each: the original feature, the patch mean, then the readers' outputs block by block.
-        rows = [encoding.original.feature[None], encoding.patch_mean[None]]
+        return self.read_logits(encoding, PooledLinear(self._buffers.pool))
+
+    def read_logits(self, trunk: ReadableTrunk, run: Run) -> Tensor:
+        """The same; `run` applies the backbone's modules."""
+        # One row (B, D) each: per trunk its final feature and patch mean, then the readers' outputs block by block.
+        rows = []
+        for key in self._trunk_keys:
+            rows += [trunk.output(key).feature[None], trunk.patches(key)[None]]
         if self.with_token:
-            readers = self._detached_readers().readers
-            outputs = read(self.backbone.roles, readers, encoding, run=PooledLinear(self._buffers.pool))
+            outputs = read(self.backbone.roles, self._detached_readers().readers, trunk, run=run)
             rows += [output.transpose(0, 1) for output in outputs]  # (readers, B, D)
         return self.apply_heads(torch.cat(rows).index_select(0, self._head_rows))
 
@@ -171,6 +231,6 @@ class TrunkSweep(MemorySweep):
             self._layout,
             leaf(roles.pre_norm(tokens)),
             tuple(memory),
-            block_updates(roles.blocks, len(self._order), [*gains, *parent_gains], [*low_rank, *parent_low_rank]),
+            reader_updates(roles.blocks, len(self._order), [*gains, *parent_gains], [*low_rank, *parent_low_rank]),
             max(self.settings[i].task.read_out.blocks for i in self.with_token),
         )

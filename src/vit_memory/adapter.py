@@ -1,13 +1,15 @@
-"""What a learned reader consists of: gains and low-rank updates for one class token, and what its head reads.
+"""What is learned about blocks without changing their weights: gains, and low-rank updates as in LoRA.
 
-A class token runs through the blocks as rows of its own, which no original token and no unrelated task reads. So what
-is learned for these rows alone leaves every other output as it is. `reader_updates.py` applies it.
+A task of regime `reader` has an adapter for the rows of its own class token, a branch has one for all its tokens. No
+original token and no unrelated task reads these rows, so every other output stays as it is. `updates.py` applies
+adapters.
 
 Shape letters: L blocks, D width, A = heads x head size, r rank.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 import torch
@@ -18,7 +20,7 @@ from vit_memory.choices import Projection
 from vit_memory.errors import TaskError
 from vit_memory.families.roles import projections_of
 
-# The rows of `LearnedReader.gains`; the scales without a norm are those of what attention and the MLP add to a token.
+# The rows of `Adapter.gains`; the scales without a norm are those of what attention and the MLP add to a token.
 GAINS = ("norm1 scale", "norm1 shift", "attention scale", "norm2 scale", "norm2 shift", "MLP scale")
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 # Not LoRA's q and v: a reader's k and v are those of its own class token only, the patches keep theirs.
@@ -27,7 +29,7 @@ DEFAULT_PROJECTIONS: tuple[Projection, ...] = ("q", "o")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """A low-rank update of one projection in every block: its weight W acts as W + B A, as in LoRA with scaling 1.
+    """A low-rank update of one projection in every block: its weight W acts as W + scaling · B A, as in LoRA.
 
     >>> LowRank(A=torch.zeros(12, 8, 384), B=torch.zeros(12, 384, 8)).rank
     8
@@ -35,16 +37,22 @@ class LowRank:
 
     A: Tensor  # (L, r, in)
     B: Tensor  # (L, out, r)
+    scaling: float = 1.0  # other than 1 in imported adapters only
 
     @property
     def rank(self) -> int:
         """r."""
         return self.A.shape[1]
 
+    @property
+    def scaled_b(self) -> Tensor:
+        """B with the scaling multiplied in."""
+        return self.B if self.scaling == 1.0 else self.B * self.scaling
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LearnedReader:
-    """What a task learned about how its class token reads.
+class Adapter:
+    """Gains and low-rank updates of some blocks: all of them for a task, those from its start on for a branch.
 
     Gains are kept as differences from identity: zeros leave a token as it is. A scale of 0.1 multiplies by 1.1.
 
@@ -56,19 +64,33 @@ class LearnedReader:
     low_rank: Mapping[Projection, LowRank] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """For tables: `rank 8 + gains`; projections are named unless they are the usual ones."""
+        """For tables: `rank 8 + gains`; projections are named unless they are the usual ones of a reader."""
+        return self.text(DEFAULT_PROJECTIONS)
+
+    def text(self, usual: Sequence[Projection]) -> str:
+        """The same; these projections are not named."""
         ranks = {update.rank for update in self.low_rank.values()}
         low_rank = f"rank {'/'.join(map(str, sorted(ranks)))}" if ranks else ""
-        if ranks and set(self.low_rank) != set(DEFAULT_PROJECTIONS):
+        if ranks and set(self.low_rank) != set(usual):
             low_rank += f" on {'+'.join(self.low_rank)}"
         return " + ".join(filter(None, (low_rank, "gains" if self.gains is not None else "")))
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "LearnedReader":
-        """The same reader with every tensor changed, for example moved to a device."""
-        return LearnedReader(
+    @property
+    def empty(self) -> bool:
+        """Whether it has neither gains nor updates."""
+        return self.gains is None and not self.low_rank
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Adapter":
+        """The same adapter with every tensor changed, for example moved to a device."""
+        return Adapter(
             None if self.gains is None else change(self.gains),
-            {name: LowRank(change(update.A), change(update.B)) for name, update in self.low_rank.items()},
+            {name: replace(update, A=change(update.A), B=change(update.B)) for name, update in self.low_rank.items()},
         )
+
+    @property
+    def scalings(self) -> dict[str, float]:
+        """Scalings other than 1, by projection."""
+        return {name: update.scaling for name, update in self.low_rank.items() if update.scaling != 1.0}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by name, in a fixed order."""
@@ -85,6 +107,8 @@ class LearnedReader:
             _check_shape(where, "gains", self.gains, (depth, len(GAINS), width))
         for projection, update in self.low_rank.items():
             check_projections(where, (projection,))
+            if not math.isfinite(update.scaling):
+                raise TaskError(f"{where}: {projection} has a scaling of {update.scaling}; expected a finite number.")
             rank = update.rank if update.A.dim() == 3 else 0
             check_rank(where, rank, width)
             # One side is the backbone's width; the other may be another, which check_backbone knows.
@@ -93,62 +117,17 @@ class LearnedReader:
             _check_shape(where, f"{projection} lora_A", update.A, (depth, rank, inner))
             _check_shape(where, f"{projection} lora_B", update.B, (depth, outer, rank))
 
-    def check_backbone(self, where: str, backbone: Backbone) -> None:
-        """Raise TaskError if the backbone does not have these projections in these sizes."""
+    def check_backbone(self, where: str, backbone: Backbone, depth: int | None = None) -> None:
+        """Raise TaskError if the backbone does not have these projections in these sizes, in so many blocks (all)."""
+        depth = backbone.depth if depth is None else depth
         sizes = projection_sizes(where, backbone, tuple(self.low_rank))
         for projection, update in self.low_rank.items():
             inner, outer = sizes[projection]
-            _check_shape(where, f"{projection} lora_A", update.A, (backbone.depth, update.rank, inner))
-            _check_shape(where, f"{projection} lora_B", update.B, (backbone.depth, outer, update.rank))
+            _check_shape(where, f"{projection} lora_A", update.A, (depth, update.rank, inner))
+            _check_shape(where, f"{projection} lora_B", update.B, (depth, outer, update.rank))
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOut:
-    """What a head reads: a class token's output of the last `blocks` blocks, and the mean of the final patch tokens.
-
-    >>> ReadOut.parse("blocks:4+patches")
-    ReadOut(blocks=4, patches=True)
-    """
-
-    blocks: int = 1  # each output passes the final norm; the last block's comes first
-    patches: bool = False
-
-    @classmethod
-    def parse(cls, text: "str | ReadOut") -> "ReadOut":
-        """From text: final, patches, blocks:N, or several joined by +. Raises TaskError for anything else."""
-        if isinstance(text, ReadOut):
-            return text
-        parts = [part.strip().partition(":") for part in text.split("+")]  # (name, ":" or "", number or "")
-        names = [name for name, _, _ in parts]
-        numbers = {name: number for name, _, number in parts}
-        blocks = numbers.pop("blocks", "1")
-        fine = set(numbers) <= {"final", "patches"} and not any(numbers.values()) and len(set(names)) == len(names)
-        if not fine or not blocks.isdecimal() or int(blocks) < 1:
-            raise TaskError(
-                f"read-out {text!r}: expected final, patches, blocks:N, or several joined by +, such as "
-                f"blocks:4+patches."
-            )
-        return cls(int(blocks), "patches" in names)
-
-    def __str__(self) -> str:
-        parts = [f"blocks:{self.blocks}"] * (self.blocks > 1) + ["patches"] * self.patches
-        return "+".join(parts) or "final"
-
-    @property
-    def parts(self) -> int:
-        """How many vectors of the backbone's width a head reads."""
-        return self.blocks + self.patches
-
-    def check(self, where: str, depth: int) -> None:
-        """Raise TaskError if there are not so many blocks."""
-        if not 1 <= self.blocks <= depth:
-            raise TaskError(f"{where}: a read-out of the last {self.blocks} blocks; the backbone has {depth}.")
-
-
-FINAL = ReadOut()  # the last block's output alone
-
-
-def new_reader(
+def new_adapter(
     backbone: Backbone,
     where: str,
     *,
@@ -156,9 +135,10 @@ def new_reader(
     gains: bool,
     projections: Sequence[Projection],
     generator: torch.Generator | None,
-) -> LearnedReader:
-    """A reader that changes nothing yet: gains at identity, one side of every low-rank pair at zero."""
-    depth, width = backbone.depth, backbone.width
+    depth: int | None = None,
+) -> Adapter:
+    """An adapter of `depth` blocks (all) that changes nothing yet: gains at identity, every B at zero."""
+    depth, width = backbone.depth if depth is None else depth, backbone.width
     low_rank: dict[Projection, LowRank] = {}
     if rank is not None:
         check_rank(where, rank, width)
@@ -168,7 +148,7 @@ def new_reader(
             # Spread so that A x has the scale of x.
             A = torch.randn(depth, rank, inner, generator=generator) * inner**-0.5
             low_rank[projection] = LowRank(A, torch.zeros(depth, outer, rank))
-    return LearnedReader(torch.zeros(depth, len(GAINS), width) if gains else None, low_rank)
+    return Adapter(torch.zeros(depth, len(GAINS), width) if gains else None, low_rank)
 
 
 def projection_sizes(

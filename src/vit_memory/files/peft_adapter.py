@@ -1,0 +1,403 @@
+"""LoRA adapters of peft: imported as a branch and a `head` task, exported from a branch.
+
+A LoRA model computes what a branch computes whose first block is the first that the adapter changes, and its classifier
+is a `head` task on that branch. So adapters that people have can be attached side by side, with the original output
+kept. peft itself is not needed: an adapter is a folder with `adapter_config.json` and `adapter_model.safetensors`.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from vit_memory.adapter import Adapter, LowRank
+from vit_memory.atomic import check_empty, new_folder, write_atomic
+from vit_memory.backbone import Backbone
+from vit_memory.branch import Branch
+from vit_memory.choices import Projection
+from vit_memory.errors import BackboneMismatch, DamagedFile, FileError, TaskError, UnsafeFile
+from vit_memory.families.roles import projections_of
+from vit_memory.files.container import parse_json
+from vit_memory.model import check_trained_on
+from vit_memory.task import Task, new_record
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_BLOCK = re.compile(r"(?:^|\.)(?:layers?|blocks|resblocks)\.(\d+)\.(.+)$")
+_PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
+# What libraries call the projections of a block: transformers 5, 4, CLIP and SigLIP, timm, the bundled backbone.
+_NAMES: Mapping[str, tuple[Projection, ...]] = {
+    **{f"{prefix}.{name}_proj": (name,) for prefix in ("attention", "self_attn") for name in ("q", "k", "v", "o")},
+    "attention.attention.query": ("q",),
+    "attention.attention.key": ("k",),
+    "attention.attention.value": ("v",),
+    "attention.output.dense": ("o",),
+    "self_attn.out_proj": ("o",),
+    "intermediate.dense": ("fc1",),
+    "output.dense": ("fc2",),
+    "mlp.fc1": ("fc1",),
+    "mlp.fc2": ("fc2",),
+    "mlp.down_proj": ("fc2",),
+    "attn.qkv": ("q", "k", "v"),
+    "attn.proj": ("o",),
+    "attention.qkv": ("q", "k", "v"),
+    "attention.project": ("o",),
+    "mlp.0": ("fc1",),
+    "mlp.2": ("fc2",),
+}
+# Fields of the configuration that decide what is computed and that are read here, or that decide nothing.
+_READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "modules_to_save", "bias"}
+_IGNORED = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "target_modules",
+    "task_type",
+}
+_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # the others change the base model's weights too
+# Families whose classifier is a linear layer on the feature that `head` tasks read.
+_FEATURE_HEADS = ("vit", "vit-msn", "timm-vit", "bundled")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImportedAdapter:
+    """A LoRA adapter as a branch, and its classifier as a task that stands on it."""
+
+    branch: Branch
+    task: Task | None  # None: the adapter has no classifier
+
+
+def is_adapter_folder(path: Path) -> bool:
+    """Whether a folder holds an adapter of peft."""
+    return (path / CONFIG).is_file()
+
+
+def base_model_of(folder: Path) -> str | None:
+    """The base model that the adapter's configuration names."""
+    name = _read_config(folder).get("base_model_name_or_path")
+    return name if isinstance(name, str) and name else None
+
+
+def import_adapter(
+    folder: Path | str,
+    backbone: Backbone,
+    *,
+    name: str | None = None,
+    labels: Sequence[str] | None = None,
+    branch_only: bool = False,
+) -> ImportedAdapter:
+    """The LoRA adapter in a folder as a branch, and its classifier, if it has one, as a `head` task.
+
+    The backbone must be the adapter's base model: an adapter does not say by which weights it was trained, so only
+    shapes are compared. Raises FileError or BackboneMismatch that names what is not supported.
+    """
+    folder = Path(folder)
+    config = _read_config(folder)
+    _check_config(folder, config)
+    tensors = _read_weights(folder)
+    name = name or re.sub(r"[^0-9A-Za-z._-]+", "-", folder.resolve().name).strip("-._") or "adapter"
+    pairs, others = _pairs(folder, tensors)
+    adapter, start = _adapter(folder, backbone, config, pairs)
+    record = replace(new_record(backbone), recipe={"imported_from": folder.resolve().name})
+    try:
+        branch = Branch(name, start, adapter, backbone.identity, record)
+        check_trained_on(branch, backbone)
+    except TaskError as error:
+        raise BackboneMismatch(f"{folder}: does not fit {backbone.name}: {error}") from None
+    head = None if branch_only else _head(folder, backbone, others)
+    if head is None:
+        return ImportedAdapter(branch, None)
+    weight, bias = head
+    if labels is not None and len(labels) != len(weight):
+        raise FileError(f"{folder}: {len(labels)} labels given; its classifier has {len(weight)} classes.")
+    task = Task(
+        name=name,
+        labels=tuple(labels) if labels is not None else tuple(f"class {i}" for i in range(len(weight))),
+        head_weight=weight,
+        head_bias=bias,
+        class_token=None,
+        memory=torch.zeros(backbone.depth, 0, backbone.width),
+        backbone=backbone.identity,
+        regime="head",
+        branch=branch.ref,
+        record=record,
+    )
+    return ImportedAdapter(branch, task)
+
+
+# --------------------------------------------------------------------------------------------------------------- reads
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    try:
+        config = parse_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileError(f"{folder}: no {CONFIG} here. An adapter is what peft's save_pretrained() writes.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedFile(f"{path}: cannot be read: {error}.") from None
+    if not isinstance(config, dict):
+        raise DamagedFile(f"{path}: not a JSON object.")
+    return config
+
+
+def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise FileError if the configuration asks for anything that a branch does not compute."""
+    method = config.get("peft_type")
+    if method != "LORA":
+        raise FileError(f"{folder}: an adapter of peft's method {method}; only LORA can be imported.")
+    start = config.get("init_lora_weights", True)
+    if start not in _PLAIN_STARTS:
+        raise FileError(
+            f"{folder}: init_lora_weights is {start!r}, which changes the weights of the base model too. Convert the "
+            f"adapter to a plain one first, as peft's documentation of {start} says."
+        )
+    if config.get("bias", "none") != "none":
+        raise FileError(f"{folder}: bias is {config['bias']!r}: trained biases cannot be imported, only 'none'.")
+    allowed = _READ | _IGNORED | {"init_lora_weights"}
+    unknown = {key: value for key, value in config.items() if key not in allowed and value not in (None, False, [], {})}
+    if unknown:
+        asked = ", ".join(f"{key} = {json.dumps(value)}" for key, value in unknown.items())
+        raise FileError(f"{folder}: {CONFIG} asks for what a branch does not compute: {asked}.")
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError  # noqa: PLC0415 - not needed by other files
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    path = folder / WEIGHTS
+    if not path.exists():
+        if (folder / "adapter_model.bin").exists():
+            raise UnsafeFile(
+                f"{folder}: adapter_model.bin is a pickled file, which could run code; not opened. Save the adapter "
+                f"again with a recent peft, which writes {WEIGHTS}."
+            )
+        raise FileError(f"{folder}: no {WEIGHTS} here.")
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DamagedFile(f"{path}: cannot be read: {error}.") from None
+    for key, tensor in tensors.items():
+        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+            raise DamagedFile(f"{path}: {key} holds other values than finite numbers.")
+    return {key.removeprefix(_PREFIX): tensor.float() for key, tensor in tensors.items()}
+
+
+_Pairs = dict[str, tuple[Tensor, Tensor]]  # A and B by the path of their module
+
+
+def _pairs(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[_Pairs, dict[str, Tensor]]:
+    """The low-rank pairs by module, and all other tensors."""
+    sides: dict[str, dict[str, Tensor]] = {}
+    others: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        match = re.fullmatch(r"(.+)\.lora_([AB])\.(?:default\.)?weight", key)
+        if match:
+            sides.setdefault(match[1], {})[match[2]] = tensor
+        elif "lora_" in key:
+            raise FileError(f"{folder}: the tensor {key} belongs to a kind of LoRA that cannot be imported.")
+        else:
+            others[key] = tensor
+    pairs: _Pairs = {}
+    for path, pair in sides.items():
+        A, B = pair.get("A"), pair.get("B")
+        if A is None or B is None or A.dim() != 2 or B.dim() != 2 or A.shape[0] != B.shape[1]:
+            shapes = {side: tuple(tensor.shape) for side, tensor in pair.items()}
+            raise DamagedFile(f"{folder}: {path} has low-rank tensors {shapes}; expected A (r, in) and B (out, r).")
+        pairs[path] = A, B
+    if not pairs:
+        raise DamagedFile(f"{folder}: {WEIGHTS} holds no low-rank tensors.")
+    return pairs, others
+
+
+def _adapter(folder: Path, backbone: Backbone, config: Mapping[str, Any], pairs: _Pairs) -> tuple[Adapter, int]:
+    """The adapter of the blocks from the first changed one on, and the number of that block."""
+    found: dict[Projection, dict[int, tuple[Tensor, Tensor, float]]] = {}
+    for path, (A, B) in pairs.items():
+        match = _BLOCK.search(path)
+        projections = _NAMES.get(match[2], ()) if match else ()
+        if not match or not projections or "text" in path.split(".")[0]:
+            raise FileError(
+                f"{folder}: it changes {path}, which is none of the projections {', '.join(_PROJECTIONS)} of a block "
+                f"of the vision model."
+            )
+        block = int(match[1])
+        if block >= backbone.depth:
+            raise BackboneMismatch(f"{folder}: it changes block {block}; {backbone.name} has {backbone.depth} blocks.")
+        scaling = _scaling(folder, config, path, len(A))
+        if len(B) % len(projections):
+            raise BackboneMismatch(f"{folder}: {path} has {len(B)} outputs, not a multiple of {len(projections)}.")
+        for projection, part in zip(projections, B.chunk(len(projections)), strict=True):
+            found.setdefault(projection, {})[block] = (A, part, scaling)
+    start = min(block for blocks in found.values() for block in blocks)
+    low_rank = {
+        projection: _stack(folder, projection, found[projection], range(start, backbone.depth))
+        for projection in _PROJECTIONS
+        if projection in found
+    }
+    return Adapter(None, low_rank), start
+
+
+def _scaling(folder: Path, config: Mapping[str, Any], path: str, rank: int) -> float:
+    """What B A is multiplied by: lora_alpha over the rank, or over its root for rsLoRA."""
+    alpha = next(
+        (
+            value
+            for pattern, value in (config.get("alpha_pattern") or {}).items()
+            if re.fullmatch(rf"(?:.*\.)?{pattern}", path)
+        ),
+        config.get("lora_alpha"),
+    )
+    if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        raise DamagedFile(f"{folder}: lora_alpha of {path} is {alpha!r}; expected a number.")
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _stack(folder: Path, projection: str, blocks: Mapping[int, tuple[Tensor, Tensor, float]], wanted: range) -> LowRank:
+    """The updates of all wanted blocks. Ranks are padded with zeros, blocks without an update have rank zero."""
+    ranks = [len(A) for A, _, _ in blocks.values()]
+    shapes = {(A.shape[1], len(B)) for A, B, _ in blocks.values()}
+    if len(shapes) > 1:
+        raise DamagedFile(f"{folder}: updates of {projection} have several sizes, (in, out): {sorted(shapes)}.")
+    ((inner, outer),) = shapes
+    scalings = {scaling for _, _, scaling in blocks.values()}
+    scaling = scalings.pop() if len(scalings) == 1 else 1.0
+    stacked_a, stacked_b = torch.zeros(len(wanted), max(ranks), inner), torch.zeros(len(wanted), outer, max(ranks))
+    for block, (A, B, own) in blocks.items():
+        stacked_a[block - wanted.start, : len(A)] = A
+        stacked_b[block - wanted.start, :, : len(A)] = B * (own / scaling)
+    return LowRank(stacked_a, stacked_b, scaling)
+
+
+def _head(folder: Path, backbone: Backbone, others: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Weight and bias of the classifier among `modules_to_save`; None if there is none."""
+    if not others:
+        return None
+    modules = {key.rpartition(".")[0].replace(".modules_to_save.default", "") for key in others}
+    hint = "Import the branch alone (--branch-only) and train a head on it: vit-memory train DATA --branch FILE"
+    if len(modules) > 1 or not modules <= {"classifier", "head"}:
+        raise FileError(
+            f"{folder}: it also holds trained weights of {', '.join(sorted(modules))}; a classifier alone can be "
+            f"imported. {hint}"
+        )
+    parts = {key.rpartition(".")[2]: tensor for key, tensor in others.items()}
+    weight = parts.get("weight")
+    if weight is None or weight.dim() != 2:
+        raise DamagedFile(f"{folder}: the classifier is no linear layer.")
+    two_heads = hasattr(backbone.model, "head_dist")  # timm's distilled models answer with the mean of two
+    if backbone.family.name not in _FEATURE_HEADS or two_heads or weight.shape[1] != backbone.width:
+        raise FileError(
+            f"{folder}: its classifier reads {weight.shape[1]} values as {backbone.family.name} models hand them out; "
+            f"a head here reads the {backbone.width} of the final class token. {hint}"
+        )
+    return weight, parts.get("bias", torch.zeros(len(weight)))
+
+
+# -------------------------------------------------------------------------------------------------------------- writes
+
+
+def export_adapter(branch: Branch, backbone: Backbone, folder: Path | str, task: Task | None = None) -> None:
+    """Write a branch as a peft adapter of the backbone's own model into a new or empty folder, whole or not at all.
+
+    With a `head` task that stands on it, the backbone's classifier is written too. Gains cannot be exported.
+    """
+    folder = Path(folder)
+    check_empty(folder)
+    check_trained_on(branch, backbone)
+    if branch.adapter.gains is not None:
+        raise FileError(f"branch {branch.name!r} has gains, which LoRA does not have; it cannot be exported to peft.")
+    names = {module: name for name, module in backbone.model.named_modules()}
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for i, block in enumerate(backbone.roles.blocks[branch.start :]):
+        by_module: dict[torch.nn.Module, list[tuple[int, LowRank]]] = {}
+        for projection, part in projections_of(block).items():
+            if projection in branch.adapter.low_rank:
+                update = branch.adapter.low_rank[projection]
+                by_module.setdefault(part.module, []).append((part.start, update))
+        for module, parts in by_module.items():
+            A, B, scaling = _joined(parts, i, module.out_features)  # type: ignore[arg-type]
+            if not len(A):
+                continue
+            path = names[module]
+            tensors[f"{_PREFIX}{path}.lora_A.weight"], tensors[f"{_PREFIX}{path}.lora_B.weight"] = A, B
+            ranks[path], alphas[path] = len(A), scaling * len(A)
+    saved: list[str] = []
+    if task is not None:
+        saved = _export_head(branch, backbone, task, tensors)
+    _write_adapter(folder, backbone, tensors, ranks, alphas, saved)
+
+
+def _joined(parts: Sequence[tuple[int, LowRank]], i: int, outputs: int) -> tuple[Tensor, Tensor, float]:
+    """The updates of one module in block i as one pair, without rows that are zero: q, k and v may share a module."""
+    scalings = {update.scaling for _, update in parts}
+    scaling = scalings.pop() if len(scalings) == 1 else 1.0
+    if len(parts) > 1 and all(torch.equal(update.A[i], parts[0][1].A[i]) for _, update in parts):
+        A, B = parts[0][1].A[i], parts[0][1].B.new_zeros(outputs, parts[0][1].rank)
+        for first, update in parts:
+            B[first : first + update.B.shape[1]] = update.B[i] * (update.scaling / scaling)
+    else:
+        A = torch.cat([update.A[i] for _, update in parts])
+        B = A.new_zeros(outputs, len(A))
+        column = 0
+        for first, update in parts:
+            own = slice(column, column + update.rank)
+            B[first : first + update.B.shape[1], own] = update.B[i] * (update.scaling / scaling)
+            column = own.stop
+    used = (A != 0).any(1) | (B != 0).any(0)
+    return A[used].float().contiguous(), B[:, used].float().contiguous(), scaling
+
+
+def _export_head(branch: Branch, backbone: Backbone, task: Task, tensors: dict[str, Tensor]) -> list[str]:
+    name = next((n for n in ("classifier", "head") if hasattr(backbone.model, n)), None)
+    if task.regime != "head" or task.branch is None or task.branch.digest != branch.digest:
+        raise FileError(f"task {task.name!r} is no `head` task on branch {branch.name!r}; only such a head fits LoRA.")
+    if name is None or backbone.family.name not in _FEATURE_HEADS:
+        raise FileError(f"{backbone.name} has no classifier on its class token, where peft would put the task's head.")
+    tensors[f"{_PREFIX}{name}.weight"] = task.head_weight.float().contiguous()
+    tensors[f"{_PREFIX}{name}.bias"] = task.head_bias.float().contiguous()
+    return [name]
+
+
+def _write_adapter(
+    folder: Path,
+    backbone: Backbone,
+    tensors: Mapping[str, Tensor],
+    ranks: Mapping[str, int],
+    alphas: Mapping[str, float],
+    saved: Sequence[str],
+) -> None:
+    from safetensors.torch import save  # noqa: PLC0415 - not needed by other files
+
+    rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": backbone.name,
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {path: own for path, own in ranks.items() if own != rank},
+        "alpha_pattern": {path: own for path, own in alphas.items() if own != alpha},
+        "target_modules": list(ranks),
+        "modules_to_save": list(saved) or None,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    with new_folder(folder, last=CONFIG) as partial:
+        write_atomic(partial / WEIGHTS, [save(dict(tensors), {"format": "pt"})])
+        write_atomic(partial / CONFIG, [json.dumps(config, indent=2).encode(), b"\n"])
