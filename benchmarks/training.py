@@ -7,7 +7,8 @@ ViT-B/32 at 224 pixels from a configuration, float32, random weights, 100 classe
 and optimiser, from images (live) or from a float16 store in memory (stored). Peers train the same number of images:
 peft's LoRA (r = 8 on queries and values, as its examples have it), vit-pytorch's memory adapter on a ViT of equal size,
 full fine-tuning, and a linear probe. Steps of a learned reader (rank 8 with gains, AdamW) are measured against the same
-step with 5 cells. Memory is the peak above the resident backbone, each side in a process of its own.
+step with 5 cells; steps of a branch (rank 8 on q and v of the last 4 blocks or of all, from stored tokens) against
+LoRA's on the same number of images. Memory is the peak above the resident backbone, each side in a process of its own.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.measure import Work, commit, compare, kept_rows, write
-from vit_memory import Preprocessing, load_backbone, new_task
+from vit_memory import Preprocessing, load_backbone, new_branch, new_task
 from vit_memory.data.images import ImageArray
 from vit_memory.data.loading import Loader
 from vit_memory.data.splits import Split
@@ -36,6 +37,7 @@ from vit_memory.graph import TaskGraph
 from vit_memory.parallel import ChunkThreads, chunk_slices
 from vit_memory.training.batch_plan import PlannedBatch
 from vit_memory.training.batches import Chunk, stored_chunks
+from vit_memory.training.branch_sweep import BranchSweep
 from vit_memory.training.cache import Cache
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.sweep import Setting
@@ -52,6 +54,7 @@ TARGETS = {
     "memory-live-1": 1.3,
     "reader-live-1": 1.1,
     "reader-stored-1": 1.1,
+    "branch4-stored": 0.45,
 }
 MEMORY_BATCH = 64
 FACTS = Preprocessing((224, 224), None, (0.5,) * 3, (0.5,) * 3, "bilinear")
@@ -131,20 +134,34 @@ def stepper(sweep: TrunkSweep) -> Callable[[Sequence[Chunk]], None]:
     return step
 
 
+def branch_sweep_of(model: nn.Module, blocks: int) -> BranchSweep:
+    """A branch of rank 8 on q and v, and a head on it: what LoRA trains, in the last blocks."""
+    backbone = load_backbone(model)
+    branch = new_branch(backbone, "bench", blocks=blocks, rank=8, generator=torch.Generator().manual_seed(0))
+    task = new_task(backbone, "bench", LABELS, regime="head", branch=branch)
+    recipe = Recipe(steps=10**6, optimiser="adamw")
+    return BranchSweep(backbone, [Setting(task, 1e-4, branch=branch)], TaskGraph(), recipe)
+
+
 def stored(model: nn.Module, count: int, settings: int, reader: bool = False) -> Work:
     """Our step from a float16 store in memory, as the loop takes it: the next rows are gathered meanwhile."""
-    sweep = sweep_of(model, settings, reader)
+    return stored_step(sweep_of(model, settings, reader), count)
+
+
+def stored_step(sweep: TrunkSweep, count: int) -> Work:
+    """The same for any sweep."""
     rng = np.random.default_rng(0)
     images = 2 * count  # more than a batch, so that gathering is a gathering
     pixels = rng.integers(0, 256, (images, 224, 224, 3), dtype=np.uint8)
     split = Split.of(ImageArray.whole("noise", pixels), rng.integers(0, CLASSES, images))
     loader = Loader(split, EvalTransform(FACTS), 64)
-    store = TrunkStore(sweep.backbone, loader, 1, 0, Cache("ram"), range(images)).open(disk=False)
+    rows = sweep.stored_rows((224, 224))
+    store = TrunkStore(sweep.backbone, loader, 1, 0, Cache("ram"), range(images), rows).open(disk=False)
     store.fill()
     threads = torch.get_num_threads()
     batches = store.batches(PlannedBatch(0, rng.permutation(images)[:count].tolist()) for _ in iter(int, 1))
 
-    step, at_most = stepper(sweep), store.shape.stored_chunk(sweep.backbone.dtype, threads, settings)
+    step, at_most = stepper(sweep), sweep.stored_chunk(store.stored.shape, threads)
     return lambda: step(stored_chunks(store, *next(batches), threads, at_most))
 
 
@@ -212,13 +229,21 @@ CASES: dict[str, Callable[[nn.Module, int], Work]] = {
     "stored-12": lambda model, count: stored(model, count, 12),
     "reader-live-1": lambda model, count: live(model, count, 1, reader=True),
     "reader-stored-1": lambda model, count: stored(model, count, 1, reader=True),
+    "branch4-stored": lambda model, count: stored_step(branch_sweep_of(model, 4), count),
+    "branch12-stored": lambda model, count: stored_step(branch_sweep_of(model, 12), count),
     "probe": probe,
     "lora": lora,
     "vit-pytorch": vit_pytorch,
     "full": full,
 }
 
-BASELINES = {"reader-live-1": "live-1", "reader-stored-1": "stored-1"}  # of the others: the plain forward pass
+# What a case is measured against; the others against the plain forward pass.
+BASELINES = {
+    "reader-live-1": "live-1",
+    "reader-stored-1": "stored-1",
+    "branch4-stored": "lora",
+    "branch12-stored": "lora",
+}
 
 
 def peak_above(case: str) -> float:
@@ -293,7 +318,7 @@ def main() -> None:
         print_peak(asked.peak)
         return
     rows: list[dict[str, object]] = []
-    wanted = [(case, count) for count in (16, 128) for case in CASES if count == 128 or "stored" not in case]
+    wanted = [(case, count) for count in (16, 128) for case in CASES if count == 128 or "stored-" not in case]
     for case, count in wanted:
         if re.search(asked.only, f"{case}-batch{count}"):
             rows.append(measure(case, count, asked.budget))

