@@ -1,12 +1,17 @@
 """Branches on real images: accuracy against k, the number of blocks, beside LoRA and readers.
 
     python -m benchmarks.branches --json results/branches.json         # resumes: rows in the record are kept
-    python -m benchmarks.branches --table results/branches.json   # as Markdown, beside results/readers.json
+    python -m benchmarks.branches --json results/branches.json --domain    # one branch for two packs, a third on it
+    python -m benchmarks.branches --table results/branches.json            # as Markdown, beside results/readers.json
 
 The packs, images, views, batches and steps of `benchmarks.readers`; a branch of rank 8 on q and v of the last k of 12
 blocks, and a head on its class token. The search is LoRA's there: AdamW for 100 steps, three learning rates on seed 0,
 the best by validation accuracy for the other seeds, the weights of the best evaluation. The low-rank part acts as LoRA
 with scaling 1, where peft's has 2.
+
+`--domain` trains one branch on two packs of scenes at once, with a class token and a head for each, and then tasks of
+every default method for a third pack, aerial scenes, on the frozen branch and on the original trunk, with the same
+recipe; the best by validation accuracy is read on the test images.
 """
 
 import argparse
@@ -42,6 +47,8 @@ from vit_memory.data.loading import default_workers
 from vit_memory.data.sources import Dataset
 from vit_memory.training.cache import Cache
 from vit_memory.training.callbacks import Callbacks, Progress
+from vit_memory.training.fit_branch import TaskData, fit_branch
+from vit_memory.training.grid import DEFAULT_GRID
 from vit_memory.training.options import TrainingOptions
 
 BLOCKS, STEPS, RANK = (2, 4, 6, 12), 100, 8
@@ -102,6 +109,54 @@ def train_branch(
     }
 
 
+DOMAIN, THIRD, DOMAIN_BLOCKS = ("sun8", "miniplaces40"), "aid30", (4, 6)
+
+
+def train_domain(backbone: Backbone, shared: Path, blocks: int, seed: int) -> Iterator[dict[str, Any]]:
+    """A row for the third pack on the original trunk, and one on a branch of the two others."""
+    options = TrainingOptions(cache=Cache("ram"), image_size=PIXELS, workers=default_workers())
+    recipe = replace(Recipe.reader(), batch=BATCH, seed=seed, evaluate_every=EVALUATE_EVERY)
+    data = []
+    for pack in DOMAIN:
+        dataset = open_data(str(shared / "data" / pack), seed=seed)
+        task = new_task(backbone, pack, dataset.labels, regime="class")
+        data.append(TaskData(task, *images_of(dataset, seed)))
+    generator = torch.Generator().manual_seed(seed)
+    untrained = new_branch(backbone, "scenes", blocks=blocks, rank=RANK, generator=generator)
+    scenes = fit_branch(backbone, [untrained], data, recipe, options=options).best
+    assert scenes.branch is not None
+    third = open_data(str(shared / "data" / THIRD), seed=seed)
+    train, validation = images_of(third, seed)
+    for branch in (None, scenes.branch):
+        branches = [] if branch is None else [branch]
+        tasks = replace(DEFAULT_GRID, seeds=(seed,)).tasks(backbone, "third", third.labels, (), branch=branch)
+        best = fit(backbone, tasks, train, validation, recipe, branches=branches, options=options).best
+        right = right_answers(backbone, third.splits["test"], {"third": best.task}, branches)["third"]
+        where = "original trunk" if branch is None else f"branch of {blocks} blocks trained on {' and '.join(DOMAIN)}"
+        yield {
+            "method": f"third task on the {where}",
+            "kept": best.setting.name,
+            "validation": best.score,
+            "domain_scores": None if branch is None else dict(scenes.branch.record.metrics),
+            **tested_row(right),
+        }
+
+
+def run_domain(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """The rows of the domain that are not in the record yet."""
+    backbone = load_dinov2(asked.shared)
+    for seed in range(asked.seeds):
+        for blocks in DOMAIN_BLOCKS:
+            done = [row for row in rows if row.get("domain_blocks") == blocks and row["seed"] == seed]
+            if done:
+                continue
+            for row in train_domain(backbone, asked.shared, blocks, seed):
+                about = {"case": f"domain, {row['method']}, seed {seed}", "domain_blocks": blocks, "seed": seed}
+                rows.append({**about, **row, "commit": commit()})
+                print(f"{rows[-1]['case']:90} {100 * row['test']:5.1f} %  {row['kept']}", flush=True)
+            write(asked.json, rows, **NOTES)
+
+
 def table(rows: Sequence[Mapping[str, Any]], readers: Sequence[Mapping[str, Any]]) -> str:
     """Test accuracy by pack, and differences on the mean over packs to LoRA and to the best reader."""
     peers = ("5 cells", "rank 8 + gains", "LoRA")
@@ -140,6 +195,9 @@ def missing(rows: Sequence[Mapping[str, Any]], asked: argparse.Namespace) -> Ite
 def run(asked: argparse.Namespace) -> None:
     """Everything that is not in the record yet."""
     rows: list[dict[str, Any]] = json.loads(asked.json.read_text())["rows"] if asked.json.exists() else []
+    if asked.domain:
+        run_domain(asked, rows)
+        return
     backbone = load_dinov2(asked.shared)
     for seed, pack, blocks in list(missing(rows, asked)):
         start = time.perf_counter()
@@ -162,12 +220,14 @@ def main() -> None:
     parser.add_argument("--packs", nargs="+", default=list(PACKS))
     parser.add_argument("--blocks", type=int, nargs="+", default=list(BLOCKS))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--domain", action="store_true", help="one branch for two packs, and a third task on it")
     parser.add_argument("--table", type=Path, help="print a record as Markdown instead")
     parser.add_argument("--readers", type=Path, default=Path("results/readers.json"), help="record with LoRA's rows")
     asked = parser.parse_args()
     if asked.table:
         readers = json.loads(asked.readers.read_text())["rows"] if asked.readers.exists() else []
-        print(table(json.loads(asked.table.read_text())["rows"], readers))
+        rows = [row for row in json.loads(asked.table.read_text())["rows"] if "blocks" in row]
+        print(table(rows, readers))
         return
     if asked.json is None:
         parser.error("give --json: the record is how it resumes.")

@@ -130,6 +130,10 @@ def test_a_bundle_holds_branches_and_refuses_to_lose_one_that_is_needed(tmp_path
     assert Bundle.open(tmp_path / "copy").branch("birds").digest == branch.digest
     renamed = bundle.rename("wings", "feathers")
     assert [(entry.name, entry.branch) for entry in renamed.entries] == [("feathers", "birds"), ("plain", None)]
+    assert [entry.branch for entry in renamed.rename_branch("birds", "finches").entries] == ["finches", None]
+    assert sorted(p.name for p in (tmp_path / "zoo/branches").iterdir()) == ["finches.branch.safetensors"]
+    assert Bundle.open(tmp_path / "zoo").check().branch_of("feathers").name == "finches"
+    renamed = Bundle.open(tmp_path / "zoo").rename_branch("finches", "birds")
     emptied = renamed.remove(["feathers", "plain"], ["birds"])
     assert emptied.check().branches == {}
     assert '"vit-memory-bundle/1"' in (tmp_path / "zoo/bundle.json").read_text()

@@ -201,15 +201,15 @@ def test_what_cannot_be_is_refused_by_name():
     other = replace(branch, adapter=branch.adapter.map(lambda x: x + 1))
     new = partial(new_branch, backbone)
     cases = [
-        (lambda: new("b", blocks=0), TaskError, r"branch 'b': the last 0 blocks; .* has 3, give 1"),
-        (lambda: new("b", blocks=4), TaskError, r"branch 'b': the last 4 blocks; .* has 3"),
+        (lambda: new("b", blocks=0), TaskError, r"branch 'b': blocks is 0; expected 1 to 3"),
+        (lambda: new("b", blocks=4), TaskError, r"branch 'b': blocks is 4; expected 1 to 3"),
         (lambda: replace(branch, start=3), TaskError, r"'birds' starts at block 3; .* has the blocks 0 to 2"),
         (lambda: replace(branch, start=-1), TaskError, r"'birds' starts at block -1"),
         (lambda: replace(branch, start=0), TaskError, r"branch 'birds': q lora_A is \(2, 2, 32\) .* \(3, 2, 32\)"),
         (
             lambda: new("b", blocks=2, rank=None),
             TaskError,
-            r"it is the original trunk. Give it a rank",
+            r"it is the original trunk. Give it either",
         ),
         (lambda: new("b", blocks=2, rank=33), TaskError, r"branch 'b': rank 33; expected 1 to 32"),
         (

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from data.test_sources import pictures, write_folder
 from training.test_runs import backbone, photos, train  # noqa: F401 - fixtures
 from vit_memory import Bundle, load_branch, load_task
 from vit_memory.cli import app
@@ -47,9 +48,19 @@ def test_a_branch_is_trained_with_a_task_and_carries_further_tasks(photos, backb
 
     created = run("bundle", "create", tmp_path / "zoo", tmp_path / "a/birds.safetensors")
     assert "1 task, 1 branch for" in created.stdout, created.output
-    missing = run("bundle", "create", tmp_path / "bad", tmp_path / "b/nests.safetensors")
-    assert "neither given nor beside it as birds.branch.safetensors" in str(missing.exception)
-    assert not (tmp_path / "bad").exists()
+    scored = run("evaluate", tmp_path / "b/nests.safetensors", "--data", photos)  # the branch is beside it
+    assert scored.exit_code == 0, scored.exception
+    extended = train(
+        photos,
+        backbone,
+        tmp_path / "e",
+        "--branch",
+        str(file),
+        "--extends",
+        str(tmp_path / "b/nests.safetensors"),
+        name="e",
+    )
+    assert extended.exit_code == 0, (extended.output, extended.exception)
     added = run("bundle", "add", tmp_path / "zoo", tmp_path / "b/nests.safetensors")
     assert added.exit_code == 0, added.exception
     assert "1 branch" in run("bundle", "check", tmp_path / "zoo", "--backbone", backbone).stdout
@@ -68,15 +79,47 @@ def test_a_branch_is_trained_with_a_task_and_carries_further_tasks(photos, backb
     assert json.loads(run("inspect", file, "--json").stdout)[0]["digest"] == branch.digest
 
 
+def test_one_branch_is_trained_on_several_folders_and_carries_a_task_more(photos, backbone, tmp_path):  # noqa: F811
+    other = write_folder(tmp_path / "other", pictures(8, seed=1))
+    quick = ("--backbone", backbone, "--steps", "4", "--batch", "8", "--evaluate-every", "2", "--blocks", "2")
+    words = ("branch", "train", "--name", "zoo", "--data", photos, "--data", f"more={other}", *quick)
+    for out in ("a", "b"):
+        trained = run(*words, "--out", tmp_path / out)
+        assert trained.exit_code == 0, (trained.output, trained.exception)
+    first, second = (load_branch(tmp_path / out / "zoo.branch.safetensors") for out in ("a", "b"))
+    assert first.digest == second.digest
+    assert f"further tasks on it: vit-memory train DATA --name TASK --branch {tmp_path / 'b'}" in trained.stdout
+    files = {path.name for path in (tmp_path / "a").iterdir()}
+    assert files >= {
+        "config.json",
+        "log.jsonl",
+        "settings.json",
+        "curves.png",
+        "photos.safetensors",
+        "more.safetensors",
+    }
+    assert "holds a training already" in str(run(*words, "--out", tmp_path / "a").exception)
+    assert run(*words, "--out", tmp_path / "a", "--resume").exit_code == 0
+    scored = run("evaluate", tmp_path / "a/photos.safetensors", tmp_path / "a/more.safetensors", "--data", photos)
+    assert scored.exit_code == 0, scored.exception
+    on_it = train(
+        photos, backbone, tmp_path / "c", "--branch", str(tmp_path / "a/zoo.branch.safetensors"), name="third"
+    )
+    assert on_it.exit_code == 0, on_it.exception
+    clash = run("branch", "train", "--name", "zoo", "--data", photos, "--data", photos, *quick)
+    assert clash.exit_code == 2
+    assert "use --data TASK=DATA" in " ".join(clash.output.split())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--branch-rank", "4"), "--branch-rank: for a branch that is trained; give --branch-blocks too"),
         (("--branch-blocks", "x"), "expected whole numbers, separated by commas"),
-        (("--branch-blocks", "9"), "branch 'birds': the last 9 blocks; .* has 3"),
+        (("--branch-blocks", "9"), "branch 'birds': blocks is 9; expected 1 to 3"),
         (("--branch-blocks", "2", "--branch-rank", "99"), "branch 'birds': rank 99; expected 1 to 32"),
         (("--branch-blocks", "2", "--branch-projections", "q+x"), "low-rank updates of 'x'"),
-        (("--branch-blocks", "2", "--branch-rank", "none"), "it is the original trunk. Give it a rank"),
+        (("--branch-blocks", "2", "--branch-rank", "none"), "it is the original trunk. Give it either"),
         (("--branch-blocks", "2", "--regime", "full"), "cannot stand on a branch"),
     ],
 )

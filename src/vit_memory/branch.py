@@ -48,7 +48,7 @@ class Branch:
                 f"{where} starts at block {self.start}; {self.backbone.name} has the blocks 0 to {depth - 1}."
             )
         if self.adapter.empty:
-            raise TaskError(f"{where}: without low-rank updates or gains it is the original trunk. Give it a rank.")
+            raise TaskError(f"{where}: without low-rank updates and gains it is the original trunk. Give it either.")
         self.adapter.check(where, self.blocks, self.backbone.width)
 
     @property
@@ -74,7 +74,7 @@ class Branch:
     def digest(self) -> str:
         """A hash of all that decides what it computes; not its name."""
         described = {
-            "branch": self.start,
+            "start": self.start,
             "adapter": list(self.tensors()),
             "scaling": self.adapter.scalings,
             "backbone": self.backbone.fingerprint,
@@ -104,7 +104,7 @@ def new_branch(
     """
     where = f"branch {name!r}"
     if not 1 <= blocks <= backbone.depth:
-        raise TaskError(f"{where}: the last {blocks} blocks; {backbone.name} has {backbone.depth}, give 1 or more.")
+        raise TaskError(f"{where}: blocks is {blocks}; expected 1 to {backbone.depth}, those of {backbone.name}.")
     adapter = new_adapter(
         backbone, where, rank=rank, gains=gains, projections=projections, generator=generator, depth=blocks
     )

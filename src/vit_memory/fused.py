@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from vit_memory.families.roles import Block, Roles, Rotation
 from vit_memory.joining import JoinPlan
 from vit_memory.outputs import Original
-from vit_memory.reading import Readers, attend_readers, read_trunks
+from vit_memory.reading import Readers, attend_readers, keys_values_of_trunks
 from vit_memory.trunk import attend_originals, finish_block, split_qkv
-from vit_memory.updates import BlockUpdates, PreparedBranch, Run, View, call, with_updates_in
+from vit_memory.updates import BlockUpdates, PreparedBranch, RowsOf, Run, call, with_updates_in
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +44,7 @@ class _Rows:
     def trunk(self) -> slice:
         return slice(0, self.batch * self.originals)
 
-    def branch(self, j: int) -> slice:
+    def branch_rows(self, j: int) -> slice:
         size = self.batch * self.originals
         return slice((1 + j) * size, (2 + j) * size)
 
@@ -53,7 +53,7 @@ class _Rows:
         return slice((1 + len(self.branches)) * self.batch * self.originals, None)
 
     @property
-    def riding_along(self) -> int:
+    def extra_rows(self) -> int:
         """Rows of every image besides its original tokens."""
         return len(self.branches) * self.originals + self.readers
 
@@ -74,7 +74,7 @@ def run_fused(
     images: Tensor,
     branches: Sequence[PreparedBranch] = (),
 ) -> FusedOutputs:
-    """What the backbone says, what becomes of the branches' tokens, and the outputs of the class tokens."""
+    """The final output of the original tokens and of each branch, and the class tokens' outputs."""
     x, rotation = roles.embed(images)
     B, N, D = x.shape
     T = 0 if readers is None else len(readers.tokens)
@@ -100,7 +100,7 @@ def run_fused(
             outputs.append(at.view_readers(rows))
     finals: dict[str | None, Original] = {None: roles.finish(at.view_tokens(rows, at.trunk))}
     for j, branch in enumerate(at.branches):
-        finals[branch.key] = roles.finish(at.view_tokens(rows, at.branch(j)))
+        finals[branch.key] = roles.finish(at.view_tokens(rows, at.branch_rows(j)))
     return FusedOutputs(finals, tuple(call(roles.final_norm, output) for output in reversed(outputs)))
 
 
@@ -113,9 +113,9 @@ def _begin_branches(at: _Rows, rows: Tensor, starting: tuple[PreparedBranch, ...
 
 def _with_all_updates(run: Run, at: _Rows, readers: Readers | None, i: int) -> Run:
     """What branches and readers learned for block i, each for its own rows."""
-    changes: list[tuple[View, BlockUpdates]] = []
+    changes: list[tuple[RowsOf, BlockUpdates]] = []
     for j, branch in enumerate(at.branches):
-        changes.append((itemgetter(at.branch(j)), branch.updates[i - branch.start]))
+        changes.append((itemgetter(at.branch_rows(j)), branch.updates[i - branch.start]))
     if readers is not None and readers.updates:
         changes.append((at.view_readers, readers.updates[i]))
     return with_updates_in(run, changes) if changes else run
@@ -130,7 +130,10 @@ def _attend(
     readers: Readers | None,
     i: int,
 ) -> Tensor:
-    """The tokens of each trunk read each other, class tokens read theirs and their own: rows (…, A) in and out."""
+    """Tokens of a trunk read each other; class tokens read their trunk, themselves, their ancestors and cells.
+
+    Rows (…, A) in and out.
+    """
 
     def attend(where: slice) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (at.view_tokens(part, where) for part in qkv)
@@ -140,11 +143,11 @@ def _attend(
     attended = [originals.flatten(0, 1)]
     trunks: dict[str | None, tuple[Tensor, Tensor]] = {}
     for j, branch in enumerate(at.branches):
-        tokens, branch_keys, branch_values = attend(at.branch(j))
+        tokens, branch_keys, branch_values = attend(at.branch_rows(j))
         attended.append(tokens.flatten(0, 1))
         trunks[branch.key] = branch_keys, branch_values
     if readers is not None:
-        read_parts = read_trunks(readers.layout, lambda branch: trunks.get(branch, (keys, values)))
+        read_parts = keys_values_of_trunks(readers.layout, lambda branch: trunks.get(branch, (keys, values)))
         q, k, v = (at.view_readers(part) for part in qkv)
         read = attend_readers(roles, block, (q, k, v), read_parts, readers.layout.groups, readers.memory[i])
         attended.append(read.flatten(0, 1))
@@ -155,12 +158,14 @@ def _runner(plan: JoinPlan, x: Tensor, at: _Rows) -> Run:
     """How to apply a row-wise module to the rows: in one call where no bit of the originals changes, else in two."""
     if torch.compiler.is_compiling():  # nothing can be proved while tracing: a compiled function has its own rounding
         return call
-    joined = plan.joined(x, at.originals, at.riding_along)
+    if not at.extra_rows:  # no branch has begun, and no class token is read
+        return lambda module, rows: call(module, at.view_tokens(rows, at.trunk)).flatten(0, 1)
+    joined = plan.joined(x, at.originals, at.extra_rows)
 
     def run(module: nn.Module, rows: Tensor) -> Tensor:
-        if at.riding_along and module in joined:
+        if module in joined:
             return call(module, rows)
         alone = call(module, at.view_tokens(rows, at.trunk)).flatten(0, 1)
-        return torch.cat([alone, call(module, rows[at.trunk.stop :])]) if at.riding_along else alone
+        return torch.cat([alone, call(module, rows[at.trunk.stop :])])
 
     return run

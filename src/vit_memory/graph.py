@@ -55,8 +55,8 @@ class TaskGraph(Mapping[str, Task]):
                         f"Add the one it was trained on, train {task.name!r} again, or keep it as it is and pin it to "
                         f"this one: vit-memory task repin {task.name}.safetensors {parent}.safetensors"
                     )
-        known = {digest: branch for branch in self.branches.values() for digest in _digests(branch)}
-        self._branch_of = {task.name: self._find_branch(task, known) for task in self._tasks.values()}
+        self._by_digest = {digest: branch for branch in self.branches.values() for digest in _digests(branch)}
+        self._branch_of = {task.name: self.find_branch(task) for task in self._tasks.values()}
         self._order = parents_first({task.name: task.parents for task in self._tasks.values()})
 
     def __getitem__(self, name: str) -> Task:
@@ -74,13 +74,13 @@ class TaskGraph(Mapping[str, Task]):
     def __contains__(self, name: object) -> bool:
         return name in self._tasks
 
-    def _find_branch(self, task: Task, known: Mapping[str, Branch]) -> Branch | None:
-        """The branch that a task stands on; GraphError if it is not here."""
+    def find_branch(self, task: Task) -> Branch | None:
+        """The branch that a task, of this graph or not, stands on; GraphError if it is not here."""
         ref = task.branch
         if ref is None:
             return None
-        if ref.digest in known:
-            return known[ref.digest]
+        if ref.digest in self._by_digest:
+            return self._by_digest[ref.digest]
         same_name = self.branches.get(ref.name)
         if same_name is not None:
             raise GraphError(

@@ -29,7 +29,7 @@ from vit_memory.reading import AttentionWeights, ReaderLayout, Readers, lay_out,
 from vit_memory.regimes import REGIMES
 from vit_memory.task import Task, head_output
 from vit_memory.trunk import Trunk, patch_mean, run_trunk
-from vit_memory.updates import PreparedBranch, group_readers, prepare_branch, reader_updates
+from vit_memory.updates import PreparedBranch, group_readers, prepare_adapter, reader_updates
 
 _CACHED_SELECTIONS = 32  # task selections whose gathered memory is kept; requests tend to repeat a few
 
@@ -234,10 +234,7 @@ class MemoryViT(nn.Module):
     def _prepare_branch(self, snapshot: _Snapshot, branch: Branch) -> PreparedBranch:
         prepared = snapshot.branches.get(branch.name)
         if prepared is None:
-            place = placer(self.backbone)
-            prepared = prepare_branch(
-                self.backbone.roles.blocks, branch.digest, branch.start, branch.adapter.map(place)
-            )
+            prepared = prepare_branch(self.backbone, branch)
             if not torch.compiler.is_compiling():
                 snapshot.branches = {**snapshot.branches, branch.name: prepared}
         return prepared
@@ -270,7 +267,7 @@ def lay_out_tasks(
     return lay_out(names, ancestors, [graph[name].cells for name in names], keys).to(device)
 
 
-def placer(backbone: Backbone) -> Callable[[Tensor], Tensor]:
+def to_backbone(backbone: Backbone) -> Callable[[Tensor], Tensor]:
     """Moves a tensor to the backbone's device and dtype.
 
     Always a copy: tensors of a file lie unaligned in it, and products of unaligned weights round differently.
@@ -278,8 +275,14 @@ def placer(backbone: Backbone) -> Callable[[Tensor], Tensor]:
     return partial(torch.Tensor.to, device=backbone.device, dtype=backbone.dtype, copy=True)
 
 
+def prepare_branch(backbone: Backbone, branch: Branch) -> PreparedBranch:
+    """A branch ready for the pass; its key is its digest."""
+    adapter = branch.adapter.map(to_backbone(backbone))
+    return prepare_adapter(backbone.roles.blocks, branch.digest, branch.start, adapter)
+
+
 def _prepare(task: Task, backbone: Backbone) -> _PreparedTask:
-    place = placer(backbone)
+    place = to_backbone(backbone)
     roles: Roles = backbone.roles
     keys: tuple[Tensor, ...] = ()
     values: tuple[Tensor, ...] = ()

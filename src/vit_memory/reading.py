@@ -96,7 +96,7 @@ Recorder = Callable[[AttentionWeights], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ReadTrunk:
+class TrunkKeysValues:
     """What some neighbouring readers read of the trunk in one block."""
 
     readers: slice
@@ -104,17 +104,17 @@ class ReadTrunk:
     values: Tensor  # (B, H, N, A/H)
 
 
-def read_trunks(
+def keys_values_of_trunks(
     layout: ReaderLayout, keys_and_values: Callable[[str | None], tuple[Tensor, Tensor]]
-) -> list[ReadTrunk]:
+) -> list[TrunkKeysValues]:
     """What all readers read in one block. Neighbours that still read the same trunk share one product."""
-    parts: list[ReadTrunk] = []
+    parts: list[TrunkKeysValues] = []
     for trunk in layout.trunks:
         keys, values = keys_and_values(trunk.branch)
         if parts and parts[-1].keys is keys:
-            parts[-1] = ReadTrunk(slice(parts[-1].readers.start, trunk.stop), keys, values)
+            parts[-1] = TrunkKeysValues(slice(parts[-1].readers.start, trunk.stop), keys, values)
         else:
-            parts.append(ReadTrunk(slice(trunk.start, trunk.stop), keys, values))
+            parts.append(TrunkKeysValues(slice(trunk.start, trunk.stop), keys, values))
     return parts
 
 
@@ -216,7 +216,7 @@ def attend_readers(
     roles: Roles,
     block: Block,
     qkv: tuple[Tensor, Tensor, Tensor],
-    trunks: Sequence[ReadTrunk],
+    trunks: Sequence[TrunkKeysValues],
     groups: Sequence[ReaderGroup],
     memory: Sequence[Memory],
     record: Recorder | None = None,
@@ -292,7 +292,7 @@ def read(
     for i, (block, memory) in enumerate(zip(roles.blocks, readers.memory, strict=True)):
         apply = with_updates(run, readers.updates[i]) if readers.updates else run
         qkv = split_qkv(block, apply(block.norm1, x), apply)
-        trunks = read_trunks(readers.layout, lambda branch, i=i: trunk.at(branch, i))  # type: ignore[misc]
+        trunks = keys_values_of_trunks(readers.layout, lambda branch, i=i: trunk.at(branch, i))  # type: ignore[misc]
         read_in = attend_readers(roles, block, qkv, trunks, readers.layout.groups, memory, record)
         x = finish_block(block, x, read_in, apply)
         if i >= len(roles.blocks) - readers.read_out:

@@ -21,13 +21,17 @@ from vit_memory.updates import PreparedBranch, Run, call, with_updates
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BranchTrunk:
-    """What class tokens read of a branch: the keys and values of its blocks, and what becomes of its tokens."""
+    """What class tokens read of a branch: the keys and values of its blocks, and its final output."""
 
     start: int  # its first block
     keys: tuple[Tensor, ...]  # per block from `start` on (B, H, N, A/H)
     values: tuple[Tensor, ...]
-    output: Original  # of its tokens, as the library ends
+    output: Original  # after the library's final norm and head
     patch_mean: Tensor  # (B, D), see `patch_mean`
+
+    def at(self, block: int) -> tuple[Tensor, Tensor]:
+        """Its keys and values in a block of the backbone, `start` or later."""
+        return self.keys[block - self.start], self.values[block - self.start]
 
 
 class ReadableTrunk(Protocol):
@@ -56,8 +60,7 @@ class Trunk:
     def at(self, branch: str | None, block: int) -> tuple[Tensor, Tensor]:
         """The keys and values that readers of a branch (None: of the original trunk) read in a block."""
         if branch is not None and block >= self.branches[branch].start:
-            own = self.branches[branch]
-            return own.keys[block - own.start], own.values[block - own.start]
+            return self.branches[branch].at(block)
         return self.keys[block], self.values[block]
 
     def output(self, branch: str | None) -> Original:
@@ -70,7 +73,7 @@ class Trunk:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BranchStart:
+class BranchInputs:
     """What branches in training start from: the tokens that enter their first blocks, computed without a graph."""
 
     keys: tuple[Tensor, ...]  # per block (B, H, N, A/H), of the blocks that class tokens read before a branch starts
@@ -174,14 +177,9 @@ def run_trunk(
     Of the original tokens, keys and values of the first `keep` blocks are kept (all by default). With a `pool` the
     result is a `PooledTrunk`, which lasts until the next call with the same pool.
     """
-    kept = _KeysAndValues(len(roles.blocks) if keep is None else keep, pool, "")
-    entering: dict[int, Tensor] = {}
-    starts = {branch.start for branch in branches}
-    x, rotation = roles.embed(images)
-    for i, block in enumerate(roles.blocks):
-        if i in starts:
-            entering[i] = x
-        x = _run_block(roles, block, x, rotation, kept)
+    depth = len(roles.blocks)
+    kept = _KeysAndValues(depth if keep is None else keep, pool, "")
+    x, rotation, entering = _run_blocks(roles, images, depth, [branch.start for branch in branches], kept)
     trunk_type = Trunk if pool is None else PooledTrunk
     original = roles.finish(x)
     del x
@@ -197,20 +195,29 @@ def run_trunk(
 @torch.no_grad()
 def run_to_branches(
     roles: Roles, images: Tensor, starts: Sequence[int], *, keep: int, pool: BufferPool | None = None
-) -> BranchStart:
+) -> BranchInputs:
     """The original tokens' pass over images (B, C, height, width) up to the last of the blocks `starts`.
 
     Keys and values of the first `keep` blocks are kept.
     """
     kept = _KeysAndValues(keep, pool, "")
-    tokens: dict[int, Tensor] = {}
+    _, rotation, entering = _run_blocks(roles, images, max(starts), starts, kept)
+    return BranchInputs(tuple(kept.keys), tuple(kept.values), entering, rotation)
+
+
+def _run_blocks(
+    roles: Roles, images: Tensor, stop: int, starts: Sequence[int], kept: _KeysAndValues
+) -> tuple[Tensor, Rotation | None, dict[int, Tensor]]:
+    """The original tokens after the blocks before `stop`, their rotation, and those that enter the blocks `starts`."""
     x, rotation = roles.embed(images)
-    for i in range(max(starts) + 1):
+    entering: dict[int, Tensor] = {}
+    for i, block in enumerate(roles.blocks[:stop]):
         if i in starts:
-            tokens[i] = x
-        if i < max(starts):
-            x = _run_block(roles, roles.blocks[i], x, rotation, kept)
-    return BranchStart(tuple(kept.keys), tuple(kept.values), tokens, rotation)
+            entering[i] = x
+        x = _run_block(roles, block, x, rotation, kept)
+    if stop in starts:
+        entering[stop] = x
+    return x, rotation, entering
 
 
 def run_branch(

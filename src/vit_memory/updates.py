@@ -23,7 +23,7 @@ from vit_memory.choices import Projection
 from vit_memory.families.roles import Block, projections_of
 
 Run = Callable[[nn.Module, Tensor], Tensor]  # how a row-wise module is applied to tokens
-View = Callable[[Tensor], Tensor]  # a writable view of some rows
+RowsOf = Callable[[Tensor], Tensor]  # a writable view of some rows
 
 
 def call(module: nn.Module, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def with_updates(run: Run, updates: BlockUpdates) -> Run:
     return run_with_updates
 
 
-def with_updates_in(run: Run, changes: Sequence[tuple[View, BlockUpdates]]) -> Run:
+def with_updates_in(run: Run, changes: Sequence[tuple[RowsOf, BlockUpdates]]) -> Run:
     """Apply modules with `run` to many rows, then change some of them in place, as seen through their views."""
 
     def run_with_updates(module: nn.Module, x: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class PreparedBranch:
     updates: tuple[BlockUpdates, ...]  # per block from `start` on
 
 
-def prepare_branch(blocks: Sequence[Block], key: str, start: int, adapter: Adapter) -> PreparedBranch:
+def prepare_adapter(blocks: Sequence[Block], key: str, start: int, adapter: Adapter) -> PreparedBranch:
     """The adapter of the blocks from `start` on, by the modules whose outputs it changes."""
     return PreparedBranch(key, start, tuple(_branch_block(block, adapter, i) for i, block in enumerate(blocks[start:])))
 

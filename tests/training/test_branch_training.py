@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from builders import tiny_backbone, trained, trained_branch, worst
 from training.test_sweep import FACTS, LABELS, READER, backbone, coloured  # noqa: F401 - a fixture
-from vit_memory import MemoryViT, TrainingError, fit, load_backbone, new_branch, new_task
+from vit_memory import GraphError, MemoryViT, TrainingError, fit, load_backbone, new_branch, new_task
 from vit_memory.data.loading import Loader
 from vit_memory.data.transforms import EvalTransform
 from vit_memory.graph import TaskGraph
@@ -224,7 +224,7 @@ def test_what_cannot_be_trained_is_refused_before_any_work(backbone, monkeypatch
     plain = new_task(backbone, "tint", LABELS)
     with pytest.raises(TrainingError, match=r"has no branch to train; all settings need one"):
         train(backbone, [tasks[0], plain], branches)
-    with pytest.raises(TrainingError, match=r"tint stands on branch 'tint' \(digest .*\), which is not given"):
+    with pytest.raises(GraphError, match=r"'tint' stands on branch 'tint' \(digest .*\), not attached"):
         train(backbone, tasks[:1], [], train_branches=False)
     monkeypatch.setattr(branch_sweep, "free_memory", lambda: 10_000)
     with pytest.raises(TrainingError, match=r"training 8 branches of 14 blocks in all needs .* free: 10 kB memory"):
@@ -232,19 +232,13 @@ def test_what_cannot_be_trained_is_refused_before_any_work(backbone, monkeypatch
 
 
 def test_a_grid_of_branches_has_every_combination_once(backbone):  # noqa: F811
-    grid = Grid(regimes=("head",), branches=BranchGrid(blocks=(1, 2, 1), ranks=(2, 4)))
-    branches = grid.branches.branches(backbone, "tint")
+    grid = Grid(regimes=("head",), branch_grid=BranchGrid((1, 2, 1), (2, 4), projections=(("q", "v"), ("v", "q"))))
+    branches = grid.branch_grid.branches(backbone, "tint", 0)
     assert [branch.method for branch in branches] == [
         "last 1 block, rank 2",
         "last 1 block, rank 4",
         "last 2 blocks, rank 2",
         "last 2 blocks, rank 4",
     ]
-    assert grid.record()["branches"] == {
-        "blocks": (1, 2, 1),
-        "ranks": (2, 4),
-        "gains": False,
-        "projections": (("q", "v"),),
-        "seed": 0,
-    }
-    assert "branches" not in Grid().record()
+    assert grid.record()["branch_grid"]["blocks"] == (1, 2, 1)
+    assert "branch_grid" not in Grid().record()

@@ -17,7 +17,7 @@ from vit_memory.data.splits import Split
 from vit_memory.data.transforms import TrainTransform
 from vit_memory.errors import DataError, TrainingError, TrainingStopped
 from vit_memory.training import cache as cache_module
-from vit_memory.training import stored_rows
+from vit_memory.training import row_formats
 from vit_memory.training.batches import LOADER_BATCH
 from vit_memory.training.cache import Cache, choose_storage
 from vit_memory.training.callbacks import Callbacks
@@ -74,13 +74,13 @@ def content(kept):
 def passes(monkeypatch):
     """The batches that went through the backbone from here on."""
     seen = []
-    run = stored_rows.run_trunk
+    run = row_formats.run_trunk
 
     def counted(roles, images, **rest):
         seen.append(len(images))
         return run(roles, images, **rest)
 
-    monkeypatch.setattr(stored_rows, "run_trunk", counted)
+    monkeypatch.setattr(row_formats, "run_trunk", counted)
     return seen
 
 
@@ -277,7 +277,7 @@ def test_values_beyond_range_stay_finite_and_others_as_they_are(backbone, monkey
     half = load_backbone(backbone.model, preprocessing=FACTS, dtype=computed_in)
     largest = torch.finfo(computed_in).max
     extremes = torch.tensor([largest, -largest, math.inf, -math.inf, 70_000.0, -70_000.0]).to(computed_in)
-    run, computed = stored_rows.run_trunk, []
+    run, computed = row_formats.run_trunk, []
 
     def extreme(roles, images, **rest):
         trunk = run(roles, images, **rest)
@@ -287,7 +287,7 @@ def test_values_beyond_range_stay_finite_and_others_as_they_are(backbone, monkey
         return trunk
 
     kept = store(half, None, dtype=kept_in).open(disk=False)
-    monkeypatch.setattr(stored_rows, "run_trunk", extreme)
+    monkeypatch.setattr(row_formats, "run_trunk", extreme)
     kept.fill()
     trunk = kept.encoding(torch.arange(kept.rows))
     read = torch.stack([torch.stack(pair, 1) for pair in zip(trunk.keys, trunk.values, strict=True)], 1)

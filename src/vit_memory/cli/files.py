@@ -113,11 +113,16 @@ def rename_task(
     folder: BundleFolder,
     old: Annotated[str, typer.Argument(metavar="OLD", help="The task to rename.")],
     new: Annotated[str, typer.Argument(metavar="NEW", help="Its new name.")],
+    branch: Annotated[bool, typer.Option("--branch", help="OLD and NEW are names of a branch.")] = False,
 ) -> None:
-    """Rename a task of a bundle, also in the tasks that extend it."""
+    """Rename a task of a bundle, also in the tasks that extend it; or, with --branch, a branch."""
     from vit_memory.files.bundle import Bundle
 
     before = Bundle.open(folder)
+    if branch:
+        before.rename_branch(old, new)
+        typer.echo(f"{folder}: branch {old!r} is now called {new!r}")
+        return
     after = before.rename(old, new)
     typer.echo(f"{folder}: task {old!r} is now called {new!r}")
     known = {entry.sha256 for entry in before.entries}

@@ -63,13 +63,14 @@ def train(
     show_log()
     limit_threads(machine.threads)
     plan = _plan(run, grid, branch, recipe)
+    backbone_name = run.backbone or ("bundled" if plan.branch is None else plan.branch.backbone.name)
     ranks = init_ranks(machine.device)
     dataset = data.open(source, recipe.seed)
     with ranks.fail_together():
         if ranks.is_main:
-            _show_and_check(dataset, source, machine.on_bad_image)
+            show_and_check(dataset, source, machine.on_bad_image)
     device = ranks.device(machine.device)
-    backbone = load_backbone(run.backbone, device=device, dtype=_dtype(machine.precision, machine.device))
+    backbone = load_backbone(backbone_name, device=device, dtype=backbone_dtype(machine.precision, machine.device))
     options = machine.build(cache.build(), ranks, resume=run.resume)
     with stopping() as should_stop, closing(TrainingProgress()) as progress:
         callbacks = Callbacks(should_stop=should_stop)
@@ -133,12 +134,12 @@ def _plan(run: RunOptions, grid: GridOptions, branch: BranchOptions, recipe: Rec
     from vit_memory.files.taskfile import load_task
     from vit_memory.training.runs import TrainingPlan
 
-    files, tasks = run.extends or [], grid.build(branch.build(recipe.seed))
-    parents = collect(files)
+    files, task_grid = run.extends or [], grid.build(branch.build())
+    parents = collect([*files, *([branch.branch] if files and branch.branch is not None else [])])
     return TrainingPlan(
         run.name,
-        tasks,
-        recipe.build(tasks),
+        task_grid,
+        recipe.build(task_grid),
         parents=tuple(parents.tasks),
         extends=tuple(load_task(path).name for path in files),
         branch=None if branch.branch is None else load_branch(branch.branch),
@@ -147,7 +148,7 @@ def _plan(run: RunOptions, grid: GridOptions, branch: BranchOptions, recipe: Rec
     )
 
 
-def _show_and_check(dataset: "Dataset", source: str, on_bad_image: OnBadImage) -> None:
+def show_and_check(dataset: "Dataset", source: str, on_bad_image: OnBadImage) -> None:
     """Print a summary of the data; raise DataError for bad images unless they are left out."""
     from vit_memory.errors import DataError
 
@@ -161,7 +162,7 @@ def _show_and_check(dataset: "Dataset", source: str, on_bad_image: OnBadImage) -
         )
 
 
-def _dtype(precision: PrecisionOrAuto, device: str) -> "torch.dtype":
+def backbone_dtype(precision: PrecisionOrAuto, device: str) -> "torch.dtype":
     """Half precision only if the hardware supports it; elsewhere it can be much slower than float32."""
     import torch
 

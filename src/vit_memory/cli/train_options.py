@@ -102,7 +102,12 @@ class RunOptions:
     name: Annotated[str, typer.Option(help="Name of the task.", show_default=False)]
     out: Annotated[Path | None, typer.Option(help="Folder of the run.  [default: runs/NAME]")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the folder.")] = False
-    backbone: Annotated[str, typer.Option(help="bundled, a Hugging Face id or folder, or timm:<name>.")] = "bundled"
+    backbone: Annotated[
+        str | None,
+        typer.Option(
+            help="bundled, a Hugging Face id or folder, or timm:<name>.  [default: bundled, or that of --branch]"
+        ),
+    ] = None
     extends: Annotated[
         list[Path] | None, typer.Option(help="Task file that this task extends; may be repeated.", exists=True)
     ] = None
@@ -151,7 +156,7 @@ class GridOptions:
         bool | None,
         typer.Option(
             "--gains/--no-gains",
-            help="Learn a scale and shift after both norms and a scale of each residual branch.  [default: gains]",
+            help="Learn a scale and shift after both norms and a scale of each residual.  [default: gains]",
             show_default=False,
         ),
     ] = None
@@ -177,7 +182,10 @@ class GridOptions:
         ),
     ] = "original"
     seeds: Annotated[
-        str, typer.Option(help="Seeds of new tasks: 0, or several: 0,1,2.", callback=_list_of(int, "whole numbers"))
+        str,
+        typer.Option(
+            help="Seeds of new tasks and branches: 0, or several: 0,1,2.", callback=_list_of(int, "whole numbers")
+        ),
     ] = "0"
 
     @property
@@ -192,7 +200,7 @@ class GridOptions:
         values: dict[str, Any] = {
             "starts": tuple(self.start.split(",")),
             "seeds": tuple(map(int, self.seeds.split(","))),
-            "branches": branches,
+            "branch_grid": branches,
         }
         if self.regime is None and self.memory is None and not self.reader_options:
             return Grid(regimes=("head",), **values) if branches is not None else replace(DEFAULT_GRID, **values)
@@ -218,74 +226,86 @@ class GridOptions:
         return Grid(regimes=regimes, **values)  # type: ignore[arg-type]
 
 
+def _branch_grid(blocks: str, rank: str | None, gains: bool | None, projections: str | None) -> "BranchGrid":
+    """Every combination of comma-separated options; what is not given has its default."""
+    from vit_memory.training.grid import BranchGrid
+
+    values: dict[str, Any] = {"blocks": tuple(map(int, blocks.split(",")))}
+    if rank is not None:
+        values["ranks"] = tuple(map(_read_rank, rank.split(",")))
+    if gains is not None:
+        values["gains"] = gains
+    if projections is not None:
+        values["projections"] = tuple(tuple(choice.split("+")) for choice in projections.split(","))
+    return BranchGrid(**values)
+
+
+_BLOCKS_HELP = "of the last N blocks, or several: 2,4,6."
+_RANK_HELP = "Rank of the branch's low-rank updates, or several: 4,8; none: no updates, gains alone.  [default: 8]"
+_GAINS_HELP = (
+    "Let the branch also learn a scale and shift after both norms and a scale of each residual.  [default: no]"
+)
+_PROJECTIONS_HELP = (
+    "Projections that the branch updates, joined by +, of q, k, v, o, fc1 and fc2; several choices are separated by "
+    "commas.  [default: q+v]"
+)
+
+
 @dataclass(frozen=True)
 class BranchOptions:
     """The branch that the task stands on: a frozen one, or one that is trained with it."""
 
     branch: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Branch file; the task reads this branch, which does not change.", exists=True
-        ),
+        typer.Option(metavar="FILE", help="Branch that the task reads; it does not change.", exists=True),
     ] = None
     branch_blocks: Annotated[
         str | None,
         typer.Option(
-            help="Train a branch of the last N blocks with the task, or several: 2,4,6.  [default: no branch]",
-            callback=_list_of(int, "whole numbers"),
+            help=f"Train a branch {_BLOCKS_HELP}  [default: no branch]", callback=_list_of(int, "whole numbers")
         ),
     ] = None
     branch_rank: Annotated[
-        str | None,
-        typer.Option(
-            help="Rank of the branch's low-rank updates, or several: 4,8; none for gains alone.  [default: 8]",
-            callback=_list_of(_read_rank, "whole numbers or none"),
-        ),
+        str | None, typer.Option(help=_RANK_HELP, callback=_list_of(_read_rank, "whole numbers or none"))
     ] = None
     branch_gains: Annotated[
-        bool | None,
-        typer.Option(
-            "--branch-gains/--no-branch-gains",
-            help="Let the branch also learn a scale and shift after both norms.  [default: no]",
-            show_default=False,
-        ),
+        bool | None, typer.Option("--branch-gains/--no-branch-gains", help=_GAINS_HELP, show_default=False)
     ] = None
-    branch_projections: Annotated[
-        str | None,
-        typer.Option(
-            help="Projections that the branch updates, joined by +, of q, k, v, o, fc1 and fc2; several choices are "
-            "separated by commas.  [default: q+v]"
-        ),
-    ] = None
+    branch_projections: Annotated[str | None, typer.Option(help=_PROJECTIONS_HELP)] = None
 
-    def build(self, seed: int) -> "BranchGrid | None":
+    def build(self) -> "BranchGrid | None":
         """The branches to train; None if none is."""
-        from vit_memory.training.grid import BranchGrid
-
-        given = [
-            option
-            for option, value in (
-                ("--branch-rank", self.branch_rank),
-                ("--branch-gains", self.branch_gains),
-                ("--branch-projections", self.branch_projections),
-            )
-            if value is not None
-        ]
+        sizes = {
+            "--branch-rank": self.branch_rank,
+            "--branch-gains": self.branch_gains,
+            "--branch-projections": self.branch_projections,
+        }
+        given = [option for option, value in sizes.items() if value is not None]
         if self.branch_blocks is None:
             if given:
                 raise typer.BadParameter(f"{', '.join(given)}: for a branch that is trained; give --branch-blocks too.")
             return None
         if self.branch is not None:
-            raise typer.BadParameter("--branch FILE is a branch that does not change, --branch-blocks trains one.")
-        values: dict[str, Any] = {"blocks": tuple(map(int, self.branch_blocks.split(","))), "seed": seed}
-        if self.branch_rank is not None:
-            values["ranks"] = tuple(map(_read_rank, self.branch_rank.split(",")))
-        if self.branch_gains is not None:
-            values["gains"] = self.branch_gains
-        if self.branch_projections is not None:
-            choices = self.branch_projections.split(",")
-            values["projections"] = tuple(tuple(choice.split("+")) for choice in choices)
-        return BranchGrid(**values)
+            raise typer.BadParameter(
+                "--branch FILE uses a trained branch, --branch-blocks trains a new one: give one of them."
+            )
+        return _branch_grid(self.branch_blocks, self.branch_rank, self.branch_gains, self.branch_projections)
+
+
+@dataclass(frozen=True)
+class BranchSizes:
+    """The branches that `vit-memory branch train` tries."""
+
+    blocks: Annotated[str, typer.Option(help=f"A branch {_BLOCKS_HELP}", callback=_list_of(int, "whole numbers"))] = "4"
+    rank: Annotated[
+        str | None, typer.Option(help=_RANK_HELP, callback=_list_of(_read_rank, "whole numbers or none"))
+    ] = None
+    gains: Annotated[bool | None, typer.Option("--gains/--no-gains", help=_GAINS_HELP, show_default=False)] = None
+    projections: Annotated[str | None, typer.Option(help=_PROJECTIONS_HELP)] = None
+
+    def build(self) -> "BranchGrid":
+        """Every combination."""
+        return _branch_grid(self.blocks, self.rank, self.gains, self.projections)
 
 
 @dataclass(frozen=True)
@@ -356,11 +376,21 @@ class RecipeOptions:
 
     def build(self, grid: "Grid") -> "Recipe":
         """The chosen recipe, or the default one for this grid, with the given options."""
+        from vit_memory.training.recipe import Recipe
+
+        return self._changed(Recipe.for_regimes(grid.regimes, train_branches=grid.branch_grid is not None))
+
+    def build_for_branches(self) -> "Recipe":
+        """The chosen recipe, or the default one for branches, with the given options."""
+        from vit_memory.training.recipe import Recipe
+
+        return self._changed(Recipe.for_regimes((), train_branches=True))
+
+    def _changed(self, default: "Recipe") -> "Recipe":
         from vit_memory.training.recipe import AUTO_RATES, RATE_FACTORS, Recipe
 
         if self.keep_best is False and self.patience is not None:
             raise typer.BadParameter("--patience ends with the best weights; it does not go with --keep-last.")
-        default = Recipe.for_regimes(grid.regimes, train_branches=grid.branches is not None)
         base = Recipe.paper() if self.recipe == "paper" else default
         values = _same_named(self, Recipe)
         if self.views == 0:

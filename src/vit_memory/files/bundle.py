@@ -209,6 +209,18 @@ class Bundle:
             entries.append(entry)
         return self._replace_entries(entries)._with_plain_file_names()
 
+    def rename_branch(self, old: str, new: str) -> "Bundle":
+        """Give a branch another name. Tasks find it by its digest, so their files stay as they are."""
+        check_name(new, "branch")
+        entry = self._branch_entry(old)
+        if any(other.name == new for other in self.branch_entries):
+            raise GraphError(f"{self.folder}: there is a branch {new!r} already; nothing was changed.")
+        renamed = self._write_branch(replace(self.branch(old), name=new))
+        return self._replace_entries(
+            [replace(task, branch=new) if task.branch == old else task for task in self.entries],
+            [renamed if branch is entry else branch for branch in self.branch_entries],
+        )
+
     def remove(self, names: Sequence[str], branches: Sequence[str] = ()) -> "Bundle":
         """Remove tasks and branches; refused while another task extends, or stands on, one of them."""
         for name in names:

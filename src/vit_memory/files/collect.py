@@ -107,21 +107,22 @@ def collect_branches(files: Sequence[TaskFile], paths: Sequence[Path], bundles: 
             add(str(bundle.path(entry)), bundle.branch(entry.name))
     for path in paths:
         add(str(path), load_branch(path))
-    for file in files:
-        ref = file.task.branch
-        if ref is None or any(has_digest(branch, ref.digest) for _, branch in found.values()):
-            continue
-        for path in sorted(file.path.absolute().parent.glob("*.branch.safetensors")):
+    missing = [file for file in files if file.task.branch is not None]
+    for folder in dict.fromkeys(file.path.absolute().parent for file in missing):
+        for path in sorted(folder.glob("*.branch.safetensors")):
             branch = load_branch(path)
-            if has_digest(branch, ref.digest):
+            wanted = any(file.task.branch and has_digest(branch, file.task.branch.digest) for file in missing)
+            if wanted and not any(branch.digest == other.digest for _, other in found.values()):
                 add(str(path), branch)
-                break
-        else:
-            if ref.name not in found:
-                raise GraphError(
-                    f"{file.path}: task {file.task.name!r} stands on branch {ref.name!r} (digest "
-                    f"{ref.digest[:12]}…), which is neither given nor beside it as {ref.name}.branch.safetensors."
-                )
+    for file in missing:
+        ref = file.task.branch
+        # Where another branch has the name, the graph says so.
+        if ref is None or ref.name in found or any(has_digest(b, ref.digest) for _, b in found.values()):
+            continue
+        raise GraphError(
+            f"{file.path}: task {file.task.name!r} stands on branch {ref.name!r} (digest {ref.digest[:12]}…), which is "
+            f"neither given nor beside it as {ref.name}.branch.safetensors. Give its file too."
+        )
     return [branch for _, branch in found.values()]
 
 

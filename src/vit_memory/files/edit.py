@@ -174,7 +174,7 @@ def rename_branch_file(path: Path, name: str) -> Path:
     target = branch_file(path.parent, name)
     if branch.name == name:
         raise FileError(f"{path}: the branch is called {name!r} already.")
-    _refuse_inside_bundle(path, "vit-memory bundle remove {bundle}, then bundle add with the renamed file")
+    _refuse_inside_bundle(path, f"vit-memory bundle rename {{bundle}} {branch.name} {name} --branch")
     _refuse_existing(target)
     save_branch(replace(branch, name=name), target)
     path.unlink()

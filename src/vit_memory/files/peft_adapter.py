@@ -11,12 +11,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vit_memory.adapter import Adapter, LowRank
+from vit_memory.adapter import PROJECTIONS, Adapter, LowRank
 from vit_memory.atomic import check_empty, new_folder, write_atomic
 from vit_memory.backbone import Backbone
 from vit_memory.branch import Branch
@@ -30,7 +30,6 @@ from vit_memory.task import Task, new_record
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _BLOCK = re.compile(r"(?:^|\.)(?:layers?|blocks|resblocks)\.(\d+)\.(.+)$")
-_PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 # What libraries call the projections of a block: transformers 5, 4, CLIP and SigLIP, timm, the bundled backbone.
 _NAMES: Mapping[str, tuple[Projection, ...]] = {
     **{f"{prefix}.{name}_proj": (name,) for prefix in ("attention", "self_attn") for name in ("q", "k", "v", "o")},
@@ -51,25 +50,33 @@ _NAMES: Mapping[str, tuple[Projection, ...]] = {
     "mlp.0": ("fc1",),
     "mlp.2": ("fc2",),
 }
-# Fields of the configuration that decide what is computed and that are read here, or that decide nothing.
-_READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "modules_to_save", "bias"}
-_IGNORED = {
+# Fields of the configuration that are read here, that the tensors tell too, or that decide nothing of an answer.
+_KNOWN = {
+    "alpha_pattern",
     "auto_mapping",
     "base_model_name_or_path",
+    "bias",
     "eva_config",
     "exclude_modules",
     "inference_mode",
+    "init_lora_weights",
     "layers_pattern",
     "layers_to_transform",
+    "lora_alpha",
     "lora_dropout",
     "megatron_core",
+    "modules_to_save",
+    "peft_type",
     "peft_version",
     "qalora_group_size",
+    "r",
+    "rank_pattern",
     "revision",
     "target_modules",
     "task_type",
+    "use_rslora",
 }
-_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # the others change the base model's weights too
+_PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")  # the others change the base model's weights too
 # Families whose classifier is a linear layer on the feature that `head` tasks read.
 _FEATURE_HEADS = ("vit", "vit-msn", "timm-vit", "bundled")
 
@@ -162,18 +169,17 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
     if method != "LORA":
         raise FileError(f"{folder}: an adapter of peft's method {method}; only LORA can be imported.")
     start = config.get("init_lora_weights", True)
-    if start not in _PLAIN_STARTS:
+    if start not in _PLAIN_INITS:
         raise FileError(
             f"{folder}: init_lora_weights is {start!r}, which changes the weights of the base model too. Convert the "
             f"adapter to a plain one first, as peft's documentation of {start} says."
         )
     if config.get("bias", "none") != "none":
         raise FileError(f"{folder}: bias is {config['bias']!r}: trained biases cannot be imported, only 'none'.")
-    allowed = _READ | _IGNORED | {"init_lora_weights"}
-    unknown = {key: value for key, value in config.items() if key not in allowed and value not in (None, False, [], {})}
+    unknown = {key: value for key, value in config.items() if key not in _KNOWN and value not in (None, False, [], {})}
     if unknown:
         asked = ", ".join(f"{key} = {json.dumps(value)}" for key, value in unknown.items())
-        raise FileError(f"{folder}: {CONFIG} asks for what a branch does not compute: {asked}.")
+        raise FileError(f"{folder}: {CONFIG} uses options that cannot be imported: {asked}.")
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -233,7 +239,7 @@ def _adapter(folder: Path, backbone: Backbone, config: Mapping[str, Any], pairs:
         projections = _NAMES.get(match[2], ()) if match else ()
         if not match or not projections or "text" in path.split(".")[0]:
             raise FileError(
-                f"{folder}: it changes {path}, which is none of the projections {', '.join(_PROJECTIONS)} of a block "
+                f"{folder}: it changes {path}, which is none of the projections {', '.join(PROJECTIONS)} of a block "
                 f"of the vision model."
             )
         block = int(match[1])
@@ -247,7 +253,7 @@ def _adapter(folder: Path, backbone: Backbone, config: Mapping[str, Any], pairs:
     start = min(block for blocks in found.values() for block in blocks)
     low_rank = {
         projection: _stack(folder, projection, found[projection], range(start, backbone.depth))
-        for projection in _PROJECTIONS
+        for projection in PROJECTIONS
         if projection in found
     }
     return Adapter(None, low_rank), start
@@ -256,16 +262,20 @@ def _adapter(folder: Path, backbone: Backbone, config: Mapping[str, Any], pairs:
 def _scaling(folder: Path, config: Mapping[str, Any], path: str, rank: int) -> float:
     """What B A is multiplied by: lora_alpha over the rank, or over its root for rsLoRA."""
     alpha = next(
-        (
-            value
-            for pattern, value in (config.get("alpha_pattern") or {}).items()
-            if re.fullmatch(rf"(?:.*\.)?{pattern}", path)
-        ),
+        (value for pattern, value in (config.get("alpha_pattern") or {}).items() if _matches(folder, pattern, path)),
         config.get("lora_alpha"),
     )
     if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
         raise DamagedFile(f"{folder}: lora_alpha of {path} is {alpha!r}; expected a number.")
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _matches(folder: Path, pattern: str, path: str) -> bool:
+    """Whether a key of alpha_pattern means this module: a regular expression for the end of its path, as in peft."""
+    try:
+        return re.fullmatch(rf"(?:.*\.)?(?:{pattern})", path) is not None
+    except re.error as error:
+        raise DamagedFile(f"{folder}: alpha_pattern has {pattern!r}, no regular expression: {error}.") from None
 
 
 def _stack(folder: Path, projection: str, blocks: Mapping[int, tuple[Tensor, Tensor, float]], wanted: range) -> LowRank:
@@ -302,8 +312,8 @@ def _head(folder: Path, backbone: Backbone, others: Mapping[str, Tensor]) -> tup
     two_heads = hasattr(backbone.model, "head_dist")  # timm's distilled models answer with the mean of two
     if backbone.family.name not in _FEATURE_HEADS or two_heads or weight.shape[1] != backbone.width:
         raise FileError(
-            f"{folder}: its classifier reads {weight.shape[1]} values as {backbone.family.name} models hand them out; "
-            f"a head here reads the {backbone.width} of the final class token. {hint}"
+            f"{folder}: its classifier has {weight.shape[1]} inputs of a {backbone.family.name} model; a head here "
+            f"reads the {backbone.width} values of the final class token. {hint}"
         )
     return weight, parts.get("bias", torch.zeros(len(weight)))
 
@@ -338,6 +348,8 @@ def export_adapter(branch: Branch, backbone: Backbone, folder: Path | str, task:
             path = names[module]
             tensors[f"{_PREFIX}{path}.lora_A.weight"], tensors[f"{_PREFIX}{path}.lora_B.weight"] = A, B
             ranks[path], alphas[path] = len(A), scaling * len(A)
+    if not ranks:
+        raise FileError(f"branch {branch.name!r} holds zeros only: there is nothing to export.")
     saved: list[str] = []
     if task is not None:
         saved = _export_head(branch, backbone, task, tensors)

@@ -23,7 +23,7 @@ from vit_memory.training.batch_plan import PlannedBatch, epochs, plan_batches
 from vit_memory.training.cache import Cache, choose_storage
 from vit_memory.training.ranks import Ranks
 from vit_memory.training.recipe import Recipe
-from vit_memory.training.stored_rows import StoredRows
+from vit_memory.training.row_formats import RowFormat
 from vit_memory.training.stores import disk_space
 from vit_memory.training.sweep import Encoding, Sweep
 from vit_memory.training.trunk_shape import TrunkShape
@@ -204,7 +204,7 @@ def batch_source(
 
 def _stores(
     backbone: Backbone,
-    stored: StoredRows,
+    stored: RowFormat,
     recipe: Recipe,
     loaders: Loaders,
     views: int,

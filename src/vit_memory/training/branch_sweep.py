@@ -6,7 +6,7 @@ class token, if it has one, reads them.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,13 +19,13 @@ from vit_memory.errors import TrainingError
 from vit_memory.outputs import Original
 from vit_memory.task import Task
 from vit_memory.training.frozen_linear import PooledLinear
+from vit_memory.training.row_formats import BranchInputRows, RowFormat
 from vit_memory.training.sizes import free_memory, size
-from vit_memory.training.stored_rows import BranchStartRows, StoredRows
 from vit_memory.training.sweep import Encoding, Stack
 from vit_memory.training.trunk_shape import TrunkShape
 from vit_memory.training.trunk_sweep import TrunkSweep
-from vit_memory.trunk import BranchStart, BranchTrunk, run_branch, run_to_branches
-from vit_memory.updates import PreparedBranch, prepare_branch
+from vit_memory.trunk import BranchInputs, BranchTrunk, run_branch, run_to_branches
+from vit_memory.updates import PreparedBranch, prepare_adapter
 
 _GRAPH_BYTES = 720 * 2**20  # of graphs, over all threads
 _GRAPH_WIDTHS = 24  # values, in widths, that the graph of one token holds per block
@@ -37,25 +37,18 @@ log = logging.getLogger(__name__)
 class _BranchesInTraining:
     """The branches of all settings over one batch, as class tokens and heads read them."""
 
-    start: BranchStart
-    branches: Mapping[str, BranchTrunk]
+    inputs: BranchInputs
+    branches: Mapping[str | None, BranchTrunk]  # by key; None is no key: every setting stands on a branch
 
     def at(self, branch: str | None, block: int) -> tuple[Tensor, Tensor]:
-        own = self.branches[_known(branch)]
-        if block < own.start:
-            return self.start.keys[block], self.start.values[block]
-        return own.keys[block - own.start], own.values[block - own.start]
+        own = self.branches[branch]
+        return own.at(block) if block >= own.start else (self.inputs.keys[block], self.inputs.values[block])
 
     def output(self, branch: str | None) -> Original:
-        return self.branches[_known(branch)].output
+        return self.branches[branch].output
 
     def patches(self, branch: str | None) -> Tensor:
-        return self.branches[_known(branch)].patch_mean
-
-
-def _known(branch: str | None) -> str:
-    assert branch is not None, "every setting stands on a branch of its own"
-    return branch
+        return self.branches[branch].patch_mean
 
 
 class BranchSweep(TrunkSweep):
@@ -85,18 +78,23 @@ class BranchSweep(TrunkSweep):
                 part: Part = "gains" if name == "gains" else "low_rank"
                 own[name] = Stack.of(values, owner, 0, part)
             self._branch_stacks.append(own)
-            stacks |= {f"branch.{i}.{name}": stack for name, stack in own.items()}
-        return stacks
+        return {**stacks, **self.branch_stacks}
 
     @property
     def _untrained_branches(self) -> list[Branch]:
+        """Of every setting; `check_parents` has refused settings without one."""
         return [setting.branch for setting in self.settings if setting.branch is not None]
+
+    @property
+    def _trained_blocks(self) -> int:
+        """How many blocks all branches have together."""
+        return sum(branch.blocks for branch in self._untrained_branches)
 
     def _prepare_branches(self) -> tuple[PreparedBranch, ...]:
         """No branch is frozen."""
         return ()
 
-    def branch_key(self, i: int) -> str | None:
+    def branch_key(self, i: int) -> str:
         """Every setting has a branch of its own."""
         return f"setting {i}"
 
@@ -114,37 +112,31 @@ class BranchSweep(TrunkSweep):
         """How many blocks of the original trunk class tokens read."""
         return max((self._untrained_branches[i].start for i in self.with_token), default=0)
 
-    def stored_rows(self, image_size: tuple[int, int]) -> StoredRows | None:
+    def stored_rows(self, image_size: tuple[int, int]) -> RowFormat | None:
         """The tokens that enter the branches."""
-        return BranchStartRows(self.backbone, image_size, self.starts, self.kept_blocks)
+        return BranchInputRows(self.backbone, image_size, self.starts, self.kept_blocks)
 
     def live_chunk(self, shape: TrunkShape, threads: int) -> int:
         """As many images as their graphs leave memory for: with many tokens, one image is enough work."""
-        return self._chunk(shape, threads)
-
-    def stored_chunk(self, shape: TrunkShape, threads: int) -> int:
-        """The same."""
-        return self._chunk(shape, threads)
-
-    def _chunk(self, shape: TrunkShape, threads: int) -> int:
         return max(1, _GRAPH_BYTES // (threads * self.graph_bytes(shape)))
+
+    stored_chunk = live_chunk
 
     def graph_bytes(self, shape: TrunkShape) -> int:
         """Bytes of the graphs of one image, of all settings."""
-        blocks = sum(branch.blocks for branch in self._untrained_branches)
-        return blocks * shape.tokens * _GRAPH_WIDTHS * shape.width * self.backbone.dtype.itemsize
+        return self._trained_blocks * shape.tokens * _GRAPH_WIDTHS * shape.width * self.backbone.dtype.itemsize
 
     def check_memory(self, shape: TrunkShape, threads: int) -> None:
         """Log what a step costs. Raises TrainingError if not even one image per thread fits the memory."""
         need, free = threads * self.graph_bytes(shape), free_memory()
-        blocks = sum(branch.blocks for branch in self._untrained_branches)
+        blocks = self._trained_blocks
         if need > _MAX_MEMORY * free:
             raise TrainingError(
                 f"training {len(self.settings)} branches of {blocks} blocks in all needs {size(need)} for one image on "
                 f"each of {threads} threads; free: {size(free)} memory. Use fewer settings, fewer --branch-blocks, a "
                 f"smaller --image-size or fewer --threads."
             )
-        passes = 2 * blocks / self.backbone.depth
+        passes = 2 * blocks / self.backbone.depth  # forward, and backward to the activations: weights have no gradient
         log.info(
             "every setting trains a branch of its own: a step of %d settings costs about %.2g plain forward passes",
             len(self.settings),
@@ -157,13 +149,13 @@ class BranchSweep(TrunkSweep):
 
     def logits(self, encoding: Encoding) -> Tensor:
         """Outputs (T, B, C) of every setting, with a graph to the leaves."""
-        assert isinstance(encoding, BranchStart)
+        assert isinstance(encoding, BranchInputs)
         roles, run = self.backbone.roles, PooledLinear(self._buffers.pool)
-        branches: dict[str, BranchTrunk] = {}
+        branches: dict[str | None, BranchTrunk] = {}
         for i, untrained in enumerate(self._untrained_branches):
             values = {name: stack.values.to(self.backbone.dtype) for name, stack in self._branch_stacks[i].items()}
             adapter = _with_values(untrained.adapter, values)
-            prepared = prepare_branch(roles.blocks, _known(self.branch_key(i)), untrained.start, adapter)
+            prepared = prepare_adapter(roles.blocks, self.branch_key(i), untrained.start, adapter)
             tokens = encoding.tokens[untrained.start]
             branches[prepared.key] = run_branch(
                 roles, prepared, tokens, encoding.rotation, keep=i in self.with_token, run=run
@@ -172,9 +164,27 @@ class BranchSweep(TrunkSweep):
 
     def leaves(self) -> list[Tensor]:
         """Those of the tasks, and the adapters."""
-        return [*super().leaves(), *(stack.values for own in self._branch_stacks for stack in own.values())]
+        return [*self.task_leaves(), *self.branch_leaves()]
 
-    def branches(self) -> Sequence[Branch | None]:
+    def task_leaves(self) -> list[Tensor]:
+        """The leaves of the tasks alone."""
+        return super().leaves()
+
+    def branch_leaves(self) -> list[Tensor]:
+        """The adapters of the branches."""
+        return [stack.values for stack in self.branch_stacks.values()]
+
+    @property
+    def branch_stacks(self) -> dict[str, Stack]:
+        """The stacks of all branches, by their names among all stacks."""
+        return {f"branch.{i}.{name}": s for i, own in enumerate(self._branch_stacks) for name, s in own.items()}
+
+    def share_branches(self, other: "BranchSweep") -> None:
+        """Train the branches of another sweep instead of its own. Its settings must have the same branches."""
+        self._branch_stacks = other._branch_stacks
+        self.stacks |= other.branch_stacks
+
+    def branches(self) -> list[Branch]:
         """The trained branches, on the CPU."""
         values = self.final_values()
         trained = []
@@ -185,10 +195,7 @@ class BranchSweep(TrunkSweep):
 
     def tasks(self) -> list[Task]:
         """The trained tasks, each standing on its trained branch."""
-        return [
-            replace(task, branch=None if branch is None else branch.ref)
-            for task, branch in zip(super().tasks(), self.branches(), strict=True)
-        ]
+        return [replace(task, branch=branch.ref) for task, branch in zip(super().tasks(), self.branches(), strict=True)]
 
 
 def _with_values(adapter: Adapter, values: Mapping[str, Tensor]) -> Adapter:

@@ -36,6 +36,7 @@ class TrainingState:
     best_scores: list[float | None] = field(default_factory=list)  # each setting's best score so far
     scores: list[float | None] = field(default_factory=list)  # of the last evaluation; None for stopped settings
     thresholds: list[list[float]] | None = None  # multi-label: each setting's, of the weights it will end with
+    part_scores: list[list[float]] | None = None  # several datasets: each setting's score on each, of those weights
     stale_evaluations: int = 0  # in a row, without any setting improving
 
     @classmethod

@@ -73,8 +73,8 @@ def fit(
     recipe = recipe or Recipe.for_regimes((task.regime for task in tasks), train_branches=train_branches)
     options, callbacks = options or TrainingOptions(), callbacks or Callbacks()
     ranks = options.ranks
-    preprocessing = _preprocessing(backbone, options.image_size)
-    _check(backbone, tasks, [*parents, *branches], train, validation)
+    preprocessing = training_preprocessing(backbone, options.image_size)
+    check_trainable(backbone, tasks, [*parents, *branches], train, validation)
     objective = objective_for(tasks[0], recipe, train, validation)
     grid = product(tasks, recipe.rates, recipe.weight_decays)
     trained = {branch.digest: branch for branch in branches} if train_branches else {}
@@ -85,7 +85,7 @@ def fit(
         sweep.check_memory(
             TrunkShape.of(backbone, view_size(preprocessing)), options.threads or torch.get_num_threads()
         )
-    loaders = _loaders(train, validation, preprocessing, recipe, options)
+    loaders = build_loaders(train, validation, preprocessing, recipe, options)
     source = batch_source(backbone, sweep, recipe, loaders, options.cache, ranks, callbacks.on_storage)
 
     state = TrainingState.new(len(settings), options.threads or torch.get_num_threads())
@@ -96,13 +96,14 @@ def fit(
         if options.resume and checkpoint.path.exists():
             state = checkpoint.read(sweep)
 
-    trainer = Trainer(backbone, sweep, recipe, source, loaders, ranks, state)
+    trainer = Trainer(backbone, sweep, recipe, source, [loaders], ranks, state)
     trainer.run(callbacks, checkpoint, options.checkpoint_every)
     results = setting_results(sweep, state, recipe, preprocessing)
     return FitResult(results, objective.metric, source.storage, loaders.train.bad)
 
 
-def _preprocessing(backbone: Backbone, image_size: int | None) -> Preprocessing:
+def training_preprocessing(backbone: Backbone, image_size: int | None) -> Preprocessing:
+    """How images are prepared, at another size if one is given."""
     preprocessing = backbone.preprocessing
     if preprocessing is None:
         raise TrainingError(
@@ -116,7 +117,7 @@ def _branch_of(task: Task, trained: Mapping[str, Branch]) -> Branch | None:
     return None if task.branch is None else trained.get(task.branch.digest)
 
 
-def _check(
+def check_trainable(
     backbone: Backbone,
     tasks: Sequence[Task],
     frozen: Sequence[Task | Branch],
@@ -133,7 +134,7 @@ def _check(
             raise TrainingError(f"the {name} split holds no images: {why_empty(split.kind)}.")
 
 
-def _loaders(
+def build_loaders(
     train: Split, validation: Split, preprocessing: Preprocessing, recipe: Recipe, options: TrainingOptions
 ) -> Loaders:
     """Both collect bad images in the same list."""

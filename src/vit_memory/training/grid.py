@@ -27,11 +27,13 @@ class BranchGrid:
     ranks: tuple[int | None, ...] = (8,)  # None: no low-rank updates
     gains: bool = False
     projections: tuple[tuple[Projection, ...], ...] = (BRANCH_PROJECTIONS,)
-    seed: int = 0
 
-    def branches(self, backbone: Backbone, name: str) -> list[Branch]:
-        """A new branch for every point."""
-        points = dict.fromkeys(product(self.blocks, self.ranks, self.projections))
+    def branches(self, backbone: Backbone, name: str, seed: int) -> list[Branch]:
+        """A new branch for every point, without duplicates; `seed` decides where it starts."""
+        points = dict.fromkeys(
+            (blocks, rank, _normalised(f"branch {name!r}", rank, projections, BRANCH_PROJECTIONS))
+            for blocks, rank, projections in product(self.blocks, self.ranks, self.projections)
+        )
         return [
             new_branch(
                 backbone,
@@ -40,7 +42,7 @@ class BranchGrid:
                 rank=rank,
                 gains=self.gains,
                 projections=projections,
-                generator=torch.Generator().manual_seed(self.seed),
+                generator=torch.Generator().manual_seed(seed),
             )
             for blocks, rank, projections in points
         ]
@@ -60,12 +62,12 @@ class Grid:
     projections: tuple[tuple[Projection, ...], ...] = (DEFAULT_PROJECTIONS,)
     read_outs: tuple[str, ...] = ("final",)
     reader_cells: tuple[int, ...] = (0,)
-    branches: BranchGrid | None = None  # branches to train with the tasks
+    branch_grid: BranchGrid | None = None  # branches to train with the tasks
 
     def record(self) -> dict[str, Any]:
         """The grid as JSON values, without the fields of readers and branches if there are none."""
         left_out = () if "reader" in self.regimes else _READER_FIELDS
-        left_out += () if self.branches is not None else ("branches",)
+        left_out += () if self.branch_grid is not None else ("branch_grid",)
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     def tasks(
@@ -120,11 +122,18 @@ class Grid:
         for cells, rank, gains, projections, read_out in axes:
             if rank is None and not gains and ReadOut.parse(read_out) == FINAL:
                 continue
-            check_projections(f"task {name!r}", projections)
             # Normalised, so that o+q and q+o, or blocks:1 and final, are one task.
-            ordered = DEFAULT_PROJECTIONS if rank is None else tuple(sorted(projections, key=projection_order))
+            ordered = _normalised(f"task {name!r}", rank, projections, DEFAULT_PROJECTIONS)
             head_input = str(ReadOut.parse(read_out))
             yield regime, cells, {"rank": rank, "gains": gains, "projections": ordered, "read_out": head_input}
+
+
+def _normalised(
+    where: str, rank: int | None, projections: Sequence[Projection], default: tuple[Projection, ...]
+) -> tuple[Projection, ...]:
+    """Projections in a fixed order; without a rank none is updated, and all choices are one."""
+    check_projections(where, projections)
+    return default if rank is None else tuple(sorted(projections, key=projection_order))
 
 
 # What `vit-memory train` tries without options about regimes, from the smallest task to the largest. Heads of readers

@@ -51,6 +51,10 @@ class Objective(ABC):
         """Multi-label: for every setting and label, the probability from which the label counts as present."""
         return None
 
+    def part_scores(self, sums: Sums) -> list[list[float]] | None:
+        """Where a score is a mean over several datasets: for every setting, the score on each."""
+        return None
+
 
 class SingleLabel(Objective):
     """One label per image."""

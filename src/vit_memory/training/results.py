@@ -10,6 +10,7 @@ from vit_memory.data.loading import BadImages
 from vit_memory.preprocessing import Preprocessing
 from vit_memory.task import Task, TaskRecord
 from vit_memory.training.checkpoint import TrainingState
+from vit_memory.training.domain import DomainObjective, DomainSweep
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.regimes import FullSweep
 from vit_memory.training.sweep import Setting, Sweep
@@ -25,6 +26,12 @@ class SettingResult:
     stopped_at: int | None = None  # the step at which it diverged
     backbone: Backbone | None = None  # regime `full` only: the trained backbone
     branch: Branch | None = None  # the branch that was trained with the task
+    other_tasks: tuple[Task, ...] = ()  # `fit_branch`: those of the further datasets
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The trained tasks: one, or with `fit_branch` one for every dataset."""
+        return (self.task, *self.other_tasks)
 
     @property
     def method(self) -> str:
@@ -91,6 +98,39 @@ def setting_results(
             record = _training_record(branch.record, setting, recipe, preprocessing, metrics)
             branch = replace(branch, record=record)
         results.append(SettingResult(setting, complete, score, backbone=backbone, branch=branch))
+    return tuple(results)
+
+
+def domain_results(
+    sweep: DomainSweep, state: TrainingState, recipe: Recipe, preprocessing: Preprocessing
+) -> tuple[SettingResult, ...]:
+    """The results of a training on several datasets, in the order of the settings."""
+    objective = sweep.objective
+    assert isinstance(objective, DomainObjective)
+    scores = state.best_scores if recipe.keeps_best else state.scores
+    results = []
+    branches = sweep.branches()
+    tasks_by_dataset = [part.tasks() for part in sweep.parts]
+    for i, setting in enumerate(sweep.settings):
+        score, branch = scores[i], branches[i]
+        if i in state.stopped or score is None or branch is None or state.part_scores is None:
+            results.append(SettingResult(setting, setting.task, None, state.stopped.get(i)))
+            continue
+        thresholds = list(state.thresholds[i]) if state.thresholds is not None else []
+        tasks: list[Task] = []
+        metrics: dict[str, float] = {metric_key(objective.metric): score}
+        for d, part in enumerate(objective.parts):
+            task, own_score = tasks_by_dataset[d][i], state.part_scores[i][d]
+            metrics[f"{task.name} {metric_key(part.metric)}"] = own_score
+            own_metrics = {metric_key(part.metric): own_score}
+            record = _training_record(task.record, setting, recipe, preprocessing, own_metrics)
+            count = len(task.labels) if task.kind == "multi-label" else 0
+            own, thresholds = thresholds[:count], thresholds[count:]
+            tasks.append(replace(task, record=record, thresholds=tuple(own) or None, target_scale=part.scale))
+        record = _training_record(branch.record, setting, recipe, preprocessing, metrics)
+        results.append(
+            SettingResult(setting, tasks[0], score, branch=replace(branch, record=record), other_tasks=tuple(tasks[1:]))
+        )
     return tuple(results)
 
 

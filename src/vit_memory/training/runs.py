@@ -6,7 +6,7 @@ curves.png, tensorboard/     the same as curves
 checkpoint.safetensors       the state of the training, to resume it
 settings.json                every setting with its validation score
 bad-images.tsv               images that were left out, with the reason (if there are any)
-<name>.branch.safetensors    the branch that was trained with the best task, if one was
+<name>.branch.safetensors    the branch that was trained with the best task, or a copy of the one that it stands on
 <name>.safetensors           the best setting's task, written last
 <name>.backbone.safetensors  regime `full` only: the trained backbone, by the library's names
 report.html                  the best task's scores, mistakes and pictures; written by the command (vit_memory.report)
@@ -16,7 +16,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,25 +80,15 @@ def train_run(
     `options.resume` resumes it; the checkpoint is a file of the folder. Only the main process writes files.
     """
     options, callbacks = options or TrainingOptions(), callbacks or Callbacks()
-    options = replace(options, checkpoint=_check_folder(folder, resume=options.resume))
-    train_branches = plan.grid.branches is not None
-    branches = plan.frozen_branches
-    if plan.grid.branches is not None:
-        if branches:
-            raise TrainingError(f"{plan.name}: give a branch to stand on, or --branch-blocks to train one, not both.")
-        branches = plan.grid.branches.branches(backbone, plan.name)
-    tasks = [
-        task
-        for branch in (branches if train_branches else [plan.branch])
-        for task in plan.grid.tasks(backbone, plan.name, dataset.labels, plan.direct_parents, dataset.kind, branch)
-    ]
+    options = replace(options, checkpoint=check_folder(folder, resume=options.resume))
+    tasks, branches = _tasks_and_branches(backbone, dataset, plan)
     train = dataset.train if plan.per_class is None else dataset.train.per_class(plan.per_class, plan.recipe.seed)
     config = _config(backbone, dataset, train, plan, options.image_size)
     if options.resume:
-        options = _with_first_storage(options, _read_config(folder / "config.json", config))
+        options = _with_first_storage(options, read_config(folder / "config.json", config))
     ranks = options.ranks
     ranks.barrier()  # until every process has checked the folder
-    log = _Log(folder, anew=not options.resume) if ranks.is_main else None
+    log = RunLog(folder, anew=not options.resume) if ranks.is_main else None
 
     def on_progress(progress: Progress) -> None:
         if log is not None and progress.scores is not None:
@@ -107,7 +97,7 @@ def train_run(
 
     def on_storage(storage: Storage) -> None:  # after all checks: a refused training leaves no folder behind
         if ranks.is_main and not options.resume:
-            _write_json(folder / "config.json", {**config, "cache": storage})
+            write_json(folder / "config.json", {**config, "cache": storage})
         callbacks.on_storage(storage)
 
     result = fit(
@@ -118,21 +108,38 @@ def train_run(
         plan.recipe,
         parents=plan.parents,
         branches=branches,
-        train_branches=train_branches,
+        train_branches=plan.grid.branch_grid is not None,
         options=options,
         callbacks=replace(callbacks, on_progress=on_progress, on_storage=on_storage),
     )
     if log is not None:
         if result.bad_images:
             result.bad_images.write(folder / "bad-images.tsv")
-        _write_json(folder / "settings.json", [_row(r, result.metric) for r in result.settings])
-        _draw_curves(folder, log.path, result)
-        _save_best(folder, plan.name, result, {"data": dataset.record(), "per_class": plan.per_class})
+        write_json(folder / "settings.json", [settings_row(r, result.metric) for r in result.settings])
+        draw_run_curves(folder, log.path, result)
+        _save_best(folder, plan, result, {"data": dataset.record(), "per_class": plan.per_class})
     ranks.barrier()
     return result
 
 
-def _check_folder(folder: Path, *, resume: bool) -> Path:
+def _tasks_and_branches(
+    backbone: Backbone, dataset: Dataset, plan: TrainingPlan
+) -> tuple[list[Task], Sequence[Branch]]:
+    """The tasks to train, and the branches that they stand on: frozen ones, or new ones that are trained too."""
+    grid, about = plan.grid, (backbone, plan.name, dataset.labels, plan.direct_parents, dataset.kind)
+    if grid.branch_grid is None:
+        return grid.tasks(*about, plan.branch), plan.frozen_branches
+    if plan.branch is not None:
+        raise TrainingError(f"{plan.name}: give a branch to stand on, or --branch-blocks to train one, not both.")
+    tasks, branches = [], []
+    for seed in grid.seeds:
+        for branch in grid.branch_grid.branches(backbone, plan.name, seed):
+            branches.append(branch)
+            tasks += replace(grid, seeds=(seed,)).tasks(*about, branch)
+    return tasks, branches
+
+
+def check_folder(folder: Path, *, resume: bool) -> Path:
     """The folder's checkpoint file; raises TrainingError if the folder can be neither started nor resumed."""
     checkpoint = folder / "checkpoint.safetensors"
     if checkpoint.exists() and not resume:
@@ -171,8 +178,10 @@ def _with_first_storage(options: TrainingOptions, config: Mapping[str, Any]) -> 
     return replace(options, cache=replace(options.cache, mode=config.get("cache", options.cache.mode)))
 
 
-def _save_best(folder: Path, name: str, result: FitResult, data_record: Mapping[str, Any]) -> None:
-    best = result.best
+def _save_best(folder: Path, plan: TrainingPlan, result: FitResult, data_record: Mapping[str, Any]) -> None:
+    best, name = result.best, plan.name
+    for frozen in plan.frozen_branches:  # a copy, so that the task finds it beside its own file
+        save_branch(frozen, branch_file(folder, frozen.name))
     if best.backbone is not None:
         weights = {key: value.detach().cpu() for key, value in best.backbone.model.state_dict().items()}
         about = {"format": "vit-memory-backbone/1", "backbone": best.backbone.name, "task": name}
@@ -184,7 +193,7 @@ def _save_best(folder: Path, name: str, result: FitResult, data_record: Mapping[
     save_task(replace(best.task, record=record), folder / f"{name}.safetensors")
 
 
-class _Log:
+class RunLog:
     """log.jsonl: one line per evaluation.
 
     A resumed training may repeat evaluations that it did before it was stopped: the curves use the later line. A power
@@ -197,6 +206,7 @@ class _Log:
             self.path.unlink(missing_ok=True)
 
     def add(self, progress: Progress) -> None:
+        """Append an evaluation."""
         line = json.dumps({"time": round(time.time(), 3), **_log_row(progress)}).encode() + b"\n"
         with self.path.open("a+b") as file:
             if file.seek(0, os.SEEK_END):
@@ -205,7 +215,7 @@ class _Log:
             file.write(line)  # mode a: always at the end of the file
 
 
-def _draw_curves(folder: Path, log: Path, result: FitResult) -> None:
+def draw_run_curves(folder: Path, log: Path, result: FitResult) -> None:
     """The curves of every setting, as a picture and for TensorBoard."""
     lines = read_log(log)
     curves = read_curves(log, result)
@@ -216,7 +226,7 @@ def _draw_curves(folder: Path, log: Path, result: FitResult) -> None:
         write_events(folder / "tensorboard" / setting, str(i), lines[0]["time"] if lines else 0.0, scalars)
 
 
-def _read_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def read_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json that the run was started with; raises TrainingError if it differs from the present config."""
     try:
         first = json.loads(path.read_text(encoding="utf-8"))
@@ -241,7 +251,8 @@ def _read_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(first)
 
 
-def _row(result: SettingResult, metric: str) -> dict[str, Any]:
+def settings_row(result: SettingResult, metric: str) -> dict[str, Any]:
+    """One setting as a row of settings.json."""
     task = result.task
     return {
         "setting": result.setting.name,
@@ -290,5 +301,6 @@ def _log_row(progress: Progress) -> dict[str, Any]:
     }
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file, whole or not at all."""
     write_atomic(path, [json.dumps(value, indent=2, ensure_ascii=False).encode(errors="backslashreplace"), b"\n"])

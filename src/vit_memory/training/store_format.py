@@ -7,7 +7,7 @@ tokens.bin    rows × (starts, N, D): the tokens that enter certain blocks, wher
 done.bin      one byte per row: 0 not yet, 1 stored; written only after the row itself is on disk
 
 A row is one view of one image. A store has trunks and features, or, for the training of branches, tokens and the trunks
-of the blocks before them. All files are memory-mapped. `stored_rows.py` computes rows, `store_tensors.py` maps these
+of the blocks before them. All files are memory-mapped. `row_formats.py` computes rows, `store_tensors.py` maps these
 files, `trunk_store.py` fills and reads them, `stores.py` lists and removes stores; it reads this file alone, so that
 `vit-memory cache` does not wait for torch.
 """

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vit_memory.training.row_formats import RowPart
 from vit_memory.training.store_format import DONE
-from vit_memory.training.stored_rows import RowPart
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +83,7 @@ class StoreTensors:
 
 
 def _dtype(part: RowPart, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if part.exact else dtype
+    return torch.float32 if part.float32 else dtype
 
 
 def _create_files(files: Sequence[Path], sizes: Sequence[int]) -> None:

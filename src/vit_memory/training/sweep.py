@@ -23,13 +23,13 @@ from vit_memory.regimes import COMPOSABLE
 from vit_memory.task import Task
 from vit_memory.training.objective import Objective, SingleLabel
 from vit_memory.training.recipe import Recipe
-from vit_memory.training.stored_rows import StoredRows
+from vit_memory.training.row_formats import RowFormat
 from vit_memory.training.trunk_shape import TrunkShape
-from vit_memory.trunk import BranchStart, Trunk
+from vit_memory.trunk import BranchInputs, Trunk
 
 _ADAM = (0.9, 0.999, 1e-8)
 # What settings read: the trunk of a batch, where branches in training start, or the images themselves.
-Encoding = Trunk | BranchStart | Tensor
+Encoding = Trunk | BranchInputs | Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +123,7 @@ class Sweep(ABC):
                 f"{self.settings[0].name}: only {', '.join(sorted(COMPOSABLE))} tasks can extend others."
             )
 
-    def stored_rows(self, image_size: tuple[int, int]) -> StoredRows | None:
+    def stored_rows(self, image_size: tuple[int, int]) -> RowFormat | None:
         """What a store keeps of images of that size; None if `encode` gives nothing that can be kept."""
         return None
 

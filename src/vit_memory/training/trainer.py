@@ -30,14 +30,14 @@ class Trainer:
         sweep: Sweep,
         recipe: Recipe,
         source: BatchSource,
-        loaders: Loaders,
+        loaders: Sequence[Loaders],
         ranks: Ranks,
         state: TrainingState,
     ) -> None:
         self.device, self.sweep, self.recipe, self.source = backbone.device, sweep, recipe, source
         self.loaders, self.ranks, self.state = loaders, ranks, state
         self.threads = ChunkThreads(backbone.device, state.threads)
-        images = len(loaders.train.split)
+        images = max(len(one.train.split) for one in loaders)
         # Every epoch has its own order, so only twice its steps are certain to contain one whole epoch.
         self._max_empty_steps = 2 * math.ceil(images / min(recipe.batch, images))
         self._empty_steps = 0
@@ -69,8 +69,9 @@ class Trainer:
         return self.recipe.patience is not None and self.state.stale_evaluations >= self.recipe.patience
 
     def _prepare(self, callbacks: Callbacks) -> None:
-        self.loaders.train.check_usable("training image")
-        self.loaders.validation.check_usable("validation image")
+        for loaders in self.loaders:
+            loaders.train.check_usable("training image")
+            loaders.validation.check_usable("validation image")
         with self.ranks.fail_together() as check_other_processes:
 
             def check_stop() -> None:
@@ -111,7 +112,7 @@ class Trainer:
         state.step += 1
         self._empty_steps = 0 if count else self._empty_steps + 1
         if self._empty_steps >= self._max_empty_steps:  # images were usable at the start: files were removed since
-            raise nothing_usable("training image", self.loaders.train.bad.first)
+            raise nothing_usable("training image", self.loaders[0].train.bad.first)
         if not count:  # all images of the batch are bad
             return
         losses /= count
@@ -149,9 +150,8 @@ class Trainer:
         state.best_scores = [new if better else old for new, old, better in zip(scores, best, improved, strict=True)]
         if self.recipe.keeps_best:
             sweep.keep_best(torch.tensor(improved))
-        thresholds = objective.thresholds(sums)
-        if thresholds is not None:
-            state.thresholds = self._final_thresholds(thresholds, improved)
+        state.thresholds = self._of_final_weights(objective.thresholds(sums), state.thresholds, improved)
+        state.part_scores = self._of_final_weights(objective.part_scores(sums), state.part_scores, improved)
         state.scores = [None if math.isnan(score) else score for score in scores]
         return tuple(scores)
 
@@ -170,12 +170,13 @@ class Trainer:
                     count += len(chunk.indices)
         self.ranks.all_reduce([*sums, broken, count])
         if not count:
-            raise nothing_usable("validation image", self.loaders.validation.bad.first)
+            raise nothing_usable("validation image", self.loaders[0].validation.bad.first)
         return sums, broken == 0
 
-    def _final_thresholds(self, new: list[list[float]], improved: Sequence[bool]) -> list[list[float]]:
-        """Of every setting, the thresholds of the weights that it will end with."""
-        old = self.state.thresholds
-        if old is None or not self.recipe.keeps_best:
+    def _of_final_weights(
+        self, new: list[list[float]] | None, old: list[list[float]] | None, improved: Sequence[bool]
+    ) -> list[list[float]] | None:
+        """Of every setting, the values that belong to the weights that it will end with."""
+        if new is None or old is None or not self.recipe.keeps_best:
             return new
         return [new[i] if better else old[i] for i, better in enumerate(improved)]

@@ -1,4 +1,4 @@
-"""A store: the rows of fixed views (`stored_rows.py`), kept in memory or on disk: the backbone runs once per view.
+"""A store: the rows of fixed views (`row_formats.py`), kept in memory or on disk: the backbone runs once per view.
 
 Rows are computed in a fixed order and in fixed batches, so a store that was interrupted and continued holds the same
 bits as one that was not. `store_format.py` describes the files.
@@ -25,9 +25,9 @@ from vit_memory.parallel import ChunkThreads
 from vit_memory.training.batch_plan import PlannedBatch
 from vit_memory.training.cache import Cache
 from vit_memory.training.locks import UseMark, exclusive, remove_stale_marks
+from vit_memory.training.row_formats import RowFormat, TrunkRows, row_bytes
 from vit_memory.training.store_format import ABOUT, FORMAT, KEY_LENGTH
 from vit_memory.training.store_tensors import StoreTensors
-from vit_memory.training.stored_rows import StoredRows, TrunkRows, row_bytes
 from vit_memory.training.stores import lock_stores, make_space
 from vit_memory.training.sweep import Encoding
 from vit_memory.training.trunk_shape import even_slices
@@ -49,7 +49,7 @@ class TrunkStore:
         seed: int,
         cache: Cache,
         indices: Sequence[int],
-        stored: StoredRows | None = None,
+        stored: RowFormat | None = None,
     ) -> None:
         """`indices` are the images of the split that are stored: all, or those of this process.
 
@@ -204,9 +204,9 @@ class TrunkStore:
             values = computed.values.to("cpu", table.dtype)
             # A value beyond the dtype's range would become infinity, which spoils every reader. The cast comes first:
             # in the backbone's dtype the limit itself may round up to a value that is out of range.
-            exact = self.stored.parts[computed.part].exact
+            float32 = self.stored.parts[computed.part].float32
             place: tuple[Tensor | int, ...] = (rows, *computed.place)
-            table[place] = values if exact else values.clamp_(-limit, limit)
+            table[place] = values if float32 else values.clamp_(-limit, limit)
 
     def _rows(self, view: int, indices: Sequence[int] | Tensor) -> Tensor:
         return view * len(self.indices) + self._position[torch.as_tensor(indices, dtype=torch.long)]

@@ -10,19 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vit_memory.branch import Branch
 from vit_memory.buffers import ThreadBuffers
 from vit_memory.errors import TrainingError
-from vit_memory.graph import has_digest
-from vit_memory.model import placer
+from vit_memory.model import prepare_branch
 from vit_memory.reading import Memory, Readers, lay_out, place_cells, project_cells, read
 from vit_memory.regimes import COMPOSABLE
 from vit_memory.training.frozen_linear import PooledLinear
 from vit_memory.training.memory_sweep import MemorySweep
-from vit_memory.training.stored_rows import StoredRows, TrunkRows
+from vit_memory.training.row_formats import RowFormat, TrunkRows
 from vit_memory.training.sweep import Encoding, Stack
 from vit_memory.trunk import ReadableTrunk, Trunk, run_trunk
-from vit_memory.updates import PreparedBranch, Run, group_readers, prepare_branch, reader_updates
+from vit_memory.updates import PreparedBranch, Run, group_readers, reader_updates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,30 +64,15 @@ class TrunkSweep(MemorySweep):
 
     def _prepare_branches(self) -> tuple[PreparedBranch, ...]:
         """The frozen branches that settings and parents stand on."""
-        backbone = self.backbone
-        place = placer(backbone)
-        refs = {setting.task.branch.digest for setting in self.settings if setting.task.branch is not None}
-        own = [self._frozen_branch(digest) for digest in sorted(refs)]
-        inherited = [b for name in self.parents if (b := self.parents.branch_of(name)) is not None]
-        return tuple(
-            prepare_branch(backbone.roles.blocks, branch.digest, branch.start, branch.adapter.map(place))
-            for branch in {branch.name: branch for branch in (*own, *inherited)}.values()
-        )
-
-    def _frozen_branch(self, digest: str) -> Branch:
-        for branch in self.parents.branches.values():
-            if has_digest(branch, digest):
-                return branch
-        task = next(s.task for s in self.settings if s.task.branch is not None and s.task.branch.digest == digest)
-        assert task.branch is not None
-        raise TrainingError(
-            f"{task.name} stands on branch {task.branch.name!r} (digest {digest[:12]}…), which is not given."
-        )
+        own = [self.parents.find_branch(setting.task) for setting in self.settings]
+        inherited = [self.parents.branch_of(name) for name in self.parents]
+        found = {branch.name: branch for branch in (*own, *inherited) if branch is not None}
+        return tuple(prepare_branch(self.backbone, branch) for branch in found.values())
 
     def branch_key(self, i: int) -> str | None:
-        """The key of the branch that setting i stands on."""
-        ref = self.settings[i].task.branch
-        return None if ref is None else self._frozen_branch(ref.digest).digest
+        """The key of the branch that setting i stands on; a float16 branch has another digest than the task names."""
+        branch = self.parents.find_branch(self.settings[i].task)
+        return None if branch is None else branch.digest
 
     @property
     def _trunk_keys(self) -> list[str | None]:
@@ -105,7 +88,7 @@ class TrunkSweep(MemorySweep):
         read = {trunk.branch for trunk in self._layout.trunks} if self.with_token else set()
         return max((self.backbone.depth if key is None else starts[key] for key in read), default=0)
 
-    def stored_rows(self, image_size: tuple[int, int]) -> StoredRows | None:
+    def stored_rows(self, image_size: tuple[int, int]) -> RowFormat | None:
         """Trunks of the original tokens and of the frozen branches."""
         return TrunkRows(self.backbone, image_size, self.kept_blocks, self.frozen_branches)
 
@@ -169,7 +152,7 @@ class TrunkSweep(MemorySweep):
         return self.read_logits(encoding, PooledLinear(self._buffers.pool))
 
     def read_logits(self, trunk: ReadableTrunk, run: Run) -> Tensor:
-        """The same; `run` applies the backbone's modules."""
+        """Outputs (T, B, C) of every setting, read from a trunk; `run` applies the backbone's modules."""
         # One row (B, D) each: per trunk its final feature and patch mean, then the readers' outputs block by block.
         rows = []
         for key in self._trunk_keys:
@@ -196,6 +179,10 @@ class TrunkSweep(MemorySweep):
     def load_state_dict(self, state: Mapping[str, Tensor], stopped: Iterable[int]) -> None:
         """Restore the state of a sweep of the same settings, of which some were stopped."""
         super().load_state_dict(state, stopped)
+        self.forget_readers()
+
+    def forget_readers(self) -> None:
+        """Compute the readers again from the parameters, which were changed."""
         self._detached = None
 
     def _detached_readers(self) -> _DetachedReaders:

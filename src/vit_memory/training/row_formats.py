@@ -20,7 +20,7 @@ from vit_memory.families.roles import Rotation
 from vit_memory.outputs import Original
 from vit_memory.training.store_format import FEATURES, TOKENS, TRUNKS
 from vit_memory.training.trunk_shape import TrunkShape, even_slices
-from vit_memory.trunk import BranchStart, BranchTrunk, PooledTrunk, run_to_branches, run_trunk
+from vit_memory.trunk import BranchInputs, BranchTrunk, PooledTrunk, run_to_branches, run_trunk
 from vit_memory.updates import PreparedBranch
 
 _GATHERED_AT_ONCE = 16  # rows of a block that are gathered before they are cast: they stay in the processor's cache
@@ -31,7 +31,7 @@ class RowPart:
     """One part of every row."""
 
     shape: tuple[int, ...]
-    exact: bool = False  # float32, whatever the precision of the store
+    float32: bool = False  # whatever the precision of the store
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class ComputedPart:
     values: Tensor
 
 
-class StoredRows(Protocol):
+class RowFormat(Protocol):
     """How views become rows of a store, and rows an encoding."""
 
     shape: TrunkShape  # of the trunk behind it, which decides how many images are computed at once
@@ -59,14 +59,14 @@ class StoredRows(Protocol):
     def compute(self, images: Tensor, pool: BufferPool) -> Iterator[ComputedPart]:
         """The rows of images (B, C, height, width)."""
 
-    def assemble(self, tables: Mapping[str, Tensor], rows: Tensor, pool: BufferPool) -> PooledTrunk | BranchStart:
+    def assemble(self, tables: Mapping[str, Tensor], rows: Tensor, pool: BufferPool) -> PooledTrunk | BranchInputs:
         """The encoding of some rows of the parts' tables (rows, …); it lasts until the pool is used again."""
 
 
-def row_bytes(rows: StoredRows, dtype: torch.dtype) -> int:
+def row_bytes(rows: RowFormat, dtype: torch.dtype) -> int:
     """Bytes of one row: its parts, and a mark that it is done."""
     sizes = {True: torch.float32.itemsize, False: dtype.itemsize}
-    return 1 + sum(math.prod(part.shape) * sizes[part.exact] for part in rows.parts.values())
+    return 1 + sum(math.prod(part.shape) * sizes[part.float32] for part in rows.parts.values())
 
 
 class TrunkRows:
@@ -87,7 +87,7 @@ class TrunkRows:
     @property
     def parts(self) -> Mapping[str, RowPart]:
         """Keys and values; the final feature and the patch mean of each trunk, which heads read."""
-        features = RowPart((1 + len(self.branches), 2, self.shape.width), exact=True)
+        features = RowPart((1 + len(self.branches), 2, self.shape.width), float32=True)
         return {TRUNKS: RowPart(self.shape.row), FEATURES: features}
 
     @property
@@ -126,7 +126,7 @@ class TrunkRows:
         return PooledTrunk(keys[: self.blocks], values[: self.blocks], *finals[0], branches)
 
 
-class BranchStartRows:
+class BranchInputRows:
     """Where branches in training start: the tokens that enter their first blocks, and what class tokens read before.
 
     Keys and values are kept of the first `blocks` blocks: none, if no setting has a class token.
@@ -157,7 +157,7 @@ class BranchStartRows:
         for i, block in enumerate(self.starts):
             yield ComputedPart(TOKENS, (i,), start.tokens[block])
 
-    def assemble(self, tables: Mapping[str, Tensor], rows: Tensor, pool: BufferPool) -> BranchStart:
+    def assemble(self, tables: Mapping[str, Tensor], rows: Tensor, pool: BufferPool) -> BranchInputs:
         """Rows as the start of branches, in the backbone's dtype, on its device."""
         keys: tuple[Tensor, ...] = ()
         values: tuple[Tensor, ...] = ()
@@ -165,7 +165,7 @@ class BranchStartRows:
             keys, values = gather_keys_and_values(self.backbone, self.shape, tables[TRUNKS], rows, pool)
         device, dtype = self.backbone.device, self.backbone.dtype
         tokens = {block: tables[TOKENS][rows, i].to(device, dtype) for i, block in enumerate(self.starts)}
-        return BranchStart(keys, values, tokens, self.rotation)
+        return BranchInputs(keys, values, tokens, self.rotation)
 
 
 def gather_keys_and_values(
