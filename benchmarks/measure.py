@@ -103,10 +103,10 @@ def _processor() -> str:
 
 
 def commit() -> str:
-    """Which code is measured."""
+    """Which code is measured. Records do not count: a run that writes one does not change what it measures."""
 
     def git(*arguments: str) -> str:
         here = Path(__file__).parent
         return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=here, check=False).stdout.strip()
 
-    return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
+    return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", "..", ":!../results") else "")
