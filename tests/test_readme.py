@@ -63,6 +63,7 @@ def test_the_commands_exist_and_take_these_options(line):
 def test_the_cost_table_is_the_measured_one():
     record = json.loads((ROOT / "results" / "inference.json").read_text())
     assert table(record) in README
+    assert table(record, readers=True) in README
     assert all(row["original_equal"] for row in record["rows"])
 
 
