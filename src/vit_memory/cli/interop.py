@@ -102,6 +102,8 @@ def export(
     branch = load_branch(file)
     loaded = load_backbone(backbone or branch.backbone.name)
     export_adapter(branch, loaded, out, None if task is None else load_task(task))
+    model = f"{type(loaded.model).__name__} of {loaded.name}"
+    classes = "" if task is None else f", with a classifier of {len(load_task(task).labels)} classes"
     typer.echo(
-        f"{out}: LoRA adapter for {loaded.name}; load it with peft.PeftModel.from_pretrained(model, {str(out)!r})"
+        f"{out}: LoRA adapter for {model}{classes}. Load it with peft.PeftModel.from_pretrained(model, {str(out)!r})"
     )
