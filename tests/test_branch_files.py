@@ -96,6 +96,11 @@ def test_a_damaged_or_forged_branch_file_is_refused_and_stays(tmp_path, branch):
             )
         ],
     )
+    for forged in ("[]", "5", "{}"):
+        refused(r"mistyped field: half_of", replaced=[('"half_of":null', f'"half_of":{forged}')])
+    refused(r"of low-rank updates of q, v, expected", replaced=[('"depth":3', f'"depth":{10**30}')])
+    refused(r"missing or mistyped field", replaced=[('"rank":', f'"scaling":{{"q":{10**400}}},"rank":')])
+    refused(r"format 'vit-memory-branch/9", metadata={"format": f"vit-memory-branch/{'9' * 5000}"})
     refused(r"gains is \(2, 6, 31\)", {"gains": torch.zeros(2, 6, 31)})
     refused(r"blocks.1.q.lora_A.weight holds NaN", {"blocks.1.q.lora_A.weight": torch.full((3, 32), torch.nan)})
     refused(r"7 tensors of low-rank updates", without=("blocks.1.q.lora_A.weight",))
@@ -133,6 +138,12 @@ def test_a_bundle_holds_branches_and_refuses_to_lose_one_that_is_needed(tmp_path
     assert [entry.branch for entry in renamed.rename_branch("birds", "finches").entries] == ["finches", None]
     assert sorted(p.name for p in (tmp_path / "zoo/branches").iterdir()) == ["finches.branch.safetensors"]
     assert Bundle.open(tmp_path / "zoo").check().branch_of("feathers").name == "finches"
+    manifest = tmp_path / "zoo/bundle.json"
+    listed = manifest.read_text()
+    manifest.write_text(listed.replace(',\n      "branch": "finches"', ""))
+    with pytest.raises(FileError, match=r"lists task 'feathers' on branch none, but its file names finches"):
+        Bundle.open(tmp_path / "zoo").remove([], ["finches"])
+    manifest.write_text(listed)
     renamed = Bundle.open(tmp_path / "zoo").rename_branch("finches", "birds")
     emptied = renamed.remove(["feathers", "plain"], ["birds"])
     assert emptied.check().branches == {}
@@ -169,6 +180,11 @@ def test_a_task_finds_its_branch_beside_it_or_among_what_is_given(tmp_path, bran
     assert [entry.name for entry in bundle.branch_entries] == ["birds"]
     again = add_files(bundle, [*both, tmp_path / "birds.branch.safetensors"])
     assert again == bundle  # what it holds counts once
+    assert [b.name for b in collect([tmp_path / "zoo/tasks/wings.safetensors"]).branches] == ["birds"]
+    halved = Bundle.begin(tmp_path / "half", own).add([task], [branch], half=True)
+    save_task(trained(own, "second", branch=branch), tmp_path / "second.safetensors")
+    (tmp_path / "stranger.branch.safetensors").write_bytes(b"not a branch")
+    assert len(add_files(halved, [tmp_path / "second.safetensors"]).branch_entries) == 1
     other = replace(branch, adapter=branch.adapter.map(lambda x: x + 1))
     save_branch(other, tmp_path / "other.branch.safetensors")
     with pytest.raises(GraphError, match=r"hold two branches called 'birds'.* vit-memory branch rename .*other.branch"):

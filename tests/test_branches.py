@@ -194,6 +194,17 @@ def test_a_task_finds_its_branch_by_content_whatever_it_is_called():
     assert torch.equal(MemoryViT(backbone, [task], [renamed])(images())["t"], expected)
 
 
+def test_a_branch_that_claims_to_be_another_in_float16_does_not_take_its_tasks():
+    backbone = tiny_backbone()
+    branch = trained_branch(backbone, "birds", blocks=2, rank=2)
+    task = trained(backbone, "t", branch=branch)
+    expected = MemoryViT(backbone, [task], [branch])(images())["t"]
+    impostor = trained_branch(backbone, "impostor", blocks=2, rank=2)
+    impostor = replace(impostor, record=replace(impostor.record, half_of=branch.digest))
+    for branches in ([branch, impostor], [impostor, branch]):
+        assert torch.equal(MemoryViT(backbone, [task], branches)(images())["t"], expected)
+
+
 def test_what_cannot_be_is_refused_by_name():
     backbone = tiny_backbone()
     branch = trained_branch(backbone, "birds", blocks=2, rank=2)

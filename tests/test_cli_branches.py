@@ -106,6 +106,9 @@ def test_one_branch_is_trained_on_several_folders_and_carries_a_task_more(photos
         photos, backbone, tmp_path / "c", "--branch", str(tmp_path / "a/zoo.branch.safetensors"), name="third"
     )
     assert on_it.exit_code == 0, on_it.exception
+    for name in ("checkpoint", "zoo.branch"):
+        refused = run("branch", "train", "--name", "zoo", "--data", f"{name}={photos}", "--out", tmp_path / "x", *quick)
+        assert "would be mistaken for another of the run" in str(refused.exception)
     clash = run("branch", "train", "--name", "zoo", "--data", photos, "--data", photos, *quick)
     assert clash.exit_code == 2
     assert "use --data TASK=DATA" in " ".join(clash.output.split())
@@ -143,6 +146,8 @@ def test_an_adapter_goes_in_and_out(photos, backbone, tmp_path):  # noqa: F811
     before = load_branch(tmp_path / "a/birds.branch.safetensors")
     after = load_branch(tmp_path / "back/birds.branch.safetensors")
     assert after.digest == before.digest
+    overwriting = run("import", tmp_path / "lora", "--out", tmp_path / "back", "--name", "birds")
+    assert "exists already; nothing was written" in str(overwriting.exception)
     assert all(torch.equal(a, b) for a, b in zip(before.tensors().values(), after.tensors().values(), strict=True))
     assert run(*words).exit_code == 1  # never written over
     assert len(load_file(tmp_path / "lora/adapter_model.safetensors")) == 8

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from builders import ROUNDING, graph_shapes, images, tiny_backbone, variant_params, worst
+from test_branches import crossing_graph
 from vit_memory import MemoryViT, Outputs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compilers warn about themselves
@@ -21,10 +22,23 @@ def assert_agree(outputs, eager):
 def test_export_with_a_dynamic_batch_agrees_with_eager(variant):
     backbone = tiny_backbone(variant)
     model = MemoryViT(backbone, [*graph_shapes(backbone)["readers"], *graph_shapes(backbone)["mixed"][2:]])
+    assert_exports(model)
+
+
+def assert_exports(model):
     batch = {"images": {0: torch.export.Dim("batch", min=1, max=64)}}
     exported = torch.export.export(model, (images(2),), dynamic_shapes=batch).module()
     for size in (1, 5):
         assert_agree(exported(images(size)), model(images(size)))
+
+
+@pytest.mark.parametrize("variant", variant_params(quick=("vit", "dinov3-vit")))
+def test_branches_export_and_compile_before_their_first_call(variant):
+    backbone = tiny_backbone(variant)
+    assert_exports(MemoryViT(backbone, *crossing_graph(backbone)))
+    torch._dynamo.reset()
+    model = MemoryViT(backbone, *crossing_graph(backbone))
+    assert_agree(torch.compile(model, fullgraph=True, backend="aot_eager")(images(3)), model(images(3)))
 
 
 @pytest.mark.parametrize("tasks", ["chain", "readers"])

@@ -152,46 +152,71 @@ def test_names_of_transformers_4_are_known(tmp_path):
     assert import_adapter(tmp_path / "adapter", backbone).branch.digest == expected
 
 
-def test_what_cannot_be_imported_is_refused_by_name_and_nothing_is_written(tmp_path):
+@pytest.fixture
+def saved(tmp_path):
+    """An adapter to be spoiled: its folder, its backbone, and a function that expects a refusal."""
     model, backbone = adapted("vit")
     folder = tmp_path / "adapter"
     model.save_pretrained(folder)
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
 
-    def refused(message, error=FileError, changes=None, **fields):
+    def refused(message, error=FileError, changes=None, branch_only=False, **fields):
         (folder / "adapter_config.json").write_text(json.dumps({**config, **fields}))
         save_file({**tensors, **(changes or {})}, folder / "adapter_model.safetensors")
         with pytest.raises(error, match=message):
-            import_adapter(folder, backbone)
+            import_adapter(folder, backbone, branch_only=branch_only)
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "adapter_model.safetensors")
 
-    path = "base_model.model.vit.layers.0.attention.q_proj"
+    return folder, backbone, refused
+
+
+def pair(path, inner=32, outer=32, rank=4):
+    path = f"base_model.model.{path}"
+    return {f"{path}.lora_A.weight": torch.zeros(rank, inner), f"{path}.lora_B.weight": torch.zeros(outer, rank)}
+
+
+def test_what_a_configuration_asks_for_and_a_branch_cannot_is_refused_by_name(saved):
+    _, _, refused = saved
     refused(r"method IA3; only LORA can be imported", peft_type="IA3")
     refused(r"uses options that cannot be imported: use_dora = true", use_dora=True)
     refused(r"init_lora_weights is 'pissa', which changes the weights of the base model", init_lora_weights="pissa")
     refused(r"bias is 'all': trained biases cannot be imported", bias="all")
     refused(r"a_feature_of_tomorrow = \[1\]", a_feature_of_tomorrow=[1])
     refused(r"lora_alpha of .* is 'much'; expected a number", lora_alpha="much")
-    refused(
-        r"vit.embeddings.patch_embeddings.projection, which is none of the projections q, k, v, o, fc1, fc2",
-        changes={
-            "base_model.model.vit.embeddings.patch_embeddings.projection.lora_A.weight": torch.zeros(2, 8),
-            "base_model.model.vit.embeddings.patch_embeddings.projection.lora_B.weight": torch.zeros(8, 2),
-        },
-    )
-    refused(r"belongs to a kind of LoRA", changes={f"{path}.lora_magnitude_vector": torch.zeros(32)})
-    refused(r"has low-rank tensors .*expected A \(r, in\) and B", changes={f"{path}.lora_A.weight": torch.zeros(3, 32)})
-    refused(r"q lora_A is|several sizes", changes={f"{path}.lora_A.weight": torch.zeros(4, 31)})
-    refused(r"other values than finite", changes={f"{path}.lora_A.weight": torch.full((4, 32), torch.inf)})
+    refused(r"lora_alpha of .* is '1000", lora_alpha=10**400)
+    refused(r"alpha_pattern is \[1\]; expected numbers", alpha_pattern=[1])
+    refused(r"alpha_pattern has '\(\.\+\)\+!', which is too complicated", alpha_pattern={"(.+)+!": 1.0})
+    refused(r"alpha_pattern has '\[', no regular expression", alpha_pattern={"[": 1.0})
+
+
+def test_tensors_that_are_no_update_of_the_backbone_are_refused_by_name(saved):
+    _, _, refused = saved
+    path = "vit.layers.0.attention.q_proj"
+    name = f"base_model.model.{path}"
+    patches = pair("vit.embeddings.patch_embeddings.projection")
+    refused(r"patch_embeddings.projection, which is none of the projections q, k, v, o, fc1, fc2", changes=patches)
+    refused(r"belongs to a kind of LoRA", changes={f"{name}.lora_magnitude_vector": torch.zeros(32)})
+    refused(r"has low-rank tensors .*expected A \(r, in\) and B", changes={f"{name}.lora_A.weight": torch.zeros(3, 32)})
+    refused(r"has low-rank tensors", changes=pair(path, rank=0))
+    refused(r"q lora_A is|several sizes", changes={f"{name}.lora_A.weight": torch.zeros(4, 31)})
+    refused(r"other values than finite", changes={f"{name}.lora_A.weight": torch.full((4, 32), torch.inf)})
+    huge = torch.full((4, 32), 1e300, dtype=torch.float64)
+    refused(r"other values than finite", changes={f"{name}.lora_A.weight": huge})
+    refused(r"two modules are q of block 0", changes=pair("vit.layer.0.attention.q_proj"))
+    refused(r"blocks of several models: other, vit", changes=pair("other.layers.0.attention.k_proj"))
+    refused(r"it changes block 7; .* has 3 blocks", BackboneMismatch, changes=pair("vit.layers.7.attention.q_proj"))
     refused(r"classifier has 64 inputs", changes={"base_model.model.classifier.weight": torch.zeros(7, 64)})
-    refused(
-        r"trained weights of classifier, vit.layernorm",
-        changes={"base_model.model.vit.layernorm.weight": torch.ones(32)},
-    )
-    moved = {key.replace("layers.0", "layers.7"): tensor.clone() for key, tensor in tensors.items()}
-    refused(r"it changes block 7; .* has 3 blocks", BackboneMismatch, changes=moved)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "adapter_model.safetensors")
+    norm = {"base_model.model.vit.layernorm.weight": torch.ones(32)}
+    for branch_only in (False, True):  # the branch alone would not be this model either
+        refused(
+            r"weights of classifier, vit.layernorm, which change the features", changes=norm, branch_only=branch_only
+        )
+
+
+def test_folders_and_backbones_that_do_not_fit_are_refused_by_name(saved, tmp_path):
+    folder, backbone, _ = saved
     with pytest.raises(BackboneMismatch, match=r"does not fit"):
         import_adapter(folder, load_backbone(_wider()))
     with pytest.raises(FileError, match=r"3 labels given; its classifier has 7 classes"):

@@ -55,7 +55,10 @@ class TaskGraph(Mapping[str, Task]):
                         f"Add the one it was trained on, train {task.name!r} again, or keep it as it is and pin it to "
                         f"this one: vit-memory task repin {task.name}.safetensors {parent}.safetensors"
                     )
-        self._by_digest = {digest: branch for branch in self.branches.values() for digest in _digests(branch)}
+        self.branch_digests = {branch.name: branch.digest for branch in self.branches.values()}
+        halves = {b.record.half_of: b for b in self.branches.values() if b.record.half_of is not None}
+        # A branch's own digest comes before what another says that it was in full.
+        self._by_digest = {**halves, **{self.branch_digests[b.name]: b for b in self.branches.values()}}
         self._branch_of = {task.name: self.find_branch(task) for task in self._tasks.values()}
         self._order = parents_first({task.name: task.parents for task in self._tasks.values()})
 
@@ -85,8 +88,8 @@ class TaskGraph(Mapping[str, Task]):
         if same_name is not None:
             raise GraphError(
                 f"task {task.name!r} stands on a branch {ref.name!r} with digest {ref.digest[:12]}…, but the one here "
-                f"has {same_name.digest[:12]}…: another branch of that name, or trained again since. Add the one it "
-                f"was trained on, or train {task.name!r} again."
+                f"has {self.branch_digests[ref.name][:12]}…: another branch of that name, or trained again since. Add "
+                f"the one it was trained on, or train {task.name!r} again."
             )
         raise GraphError(
             f"task {task.name!r} stands on branch {ref.name!r} (digest {ref.digest[:12]}…), not attached: add it, "

@@ -234,7 +234,7 @@ class MemoryViT(nn.Module):
     def _prepare_branch(self, snapshot: _Snapshot, branch: Branch) -> PreparedBranch:
         prepared = snapshot.branches.get(branch.name)
         if prepared is None:
-            prepared = prepare_branch(self.backbone, branch)
+            prepared = prepare_branch(self.backbone, branch, snapshot.graph.branch_digests[branch.name])
             if not torch.compiler.is_compiling():
                 snapshot.branches = {**snapshot.branches, branch.name: prepared}
         return prepared
@@ -275,10 +275,10 @@ def to_backbone(backbone: Backbone) -> Callable[[Tensor], Tensor]:
     return partial(torch.Tensor.to, device=backbone.device, dtype=backbone.dtype, copy=True)
 
 
-def prepare_branch(backbone: Backbone, branch: Branch) -> PreparedBranch:
-    """A branch ready for the pass; its key is its digest."""
+def prepare_branch(backbone: Backbone, branch: Branch, digest: str) -> PreparedBranch:
+    """A branch ready for the pass; its key is its digest, which a tracer could not compute."""
     adapter = branch.adapter.map(to_backbone(backbone))
-    return prepare_adapter(backbone.roles.blocks, branch.digest, branch.start, adapter)
+    return prepare_adapter(backbone.roles.blocks, digest, branch.start, adapter)
 
 
 def _prepare(task: Task, backbone: Backbone) -> _PreparedTask:

@@ -229,7 +229,9 @@ def _merged(block: Block, adapter: Adapter, i: int) -> Block:
     projections = projections_of(block)
     for name, update in adapter.low_rank.items():
         part = projections[name]
-        delta = F.pad(update.scaling * update.B[i] @ update.A[i], (0, 0, *part.padding))
+        exact = torch.promote_types(torch.float32, part.module.weight.dtype)
+        product = update.scaling * update.B[i].to(exact) @ update.A[i].to(exact)
+        delta = F.pad(product, (0, 0, *part.padding))
         added[part.module] = added.get(part.module, 0) + delta
 
     def merge(modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:

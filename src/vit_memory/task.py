@@ -65,6 +65,9 @@ class BranchRef:
     name: str
     digest: str
 
+    def __post_init__(self) -> None:
+        check_name(self.name, "branch")
+
     @property
     def ref(self) -> "BranchRef":
         """Itself."""

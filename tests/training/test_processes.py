@@ -50,7 +50,7 @@ from vit_memory import load_backbone
 from vit_memory.data.images import ImageArray
 from vit_memory.data.splits import Split
 from vit_memory.errors import VitMemoryError
-from vit_memory.training import cache as cache_module, trunk_store
+from vit_memory.training import cache as cache_module, row_formats
 from vit_memory.training.cache import Cache
 from vit_memory.training.callbacks import Callbacks
 from vit_memory.training.fit import fit
@@ -85,7 +85,7 @@ CASES = {  # the fault, the error of process 0, the error of process 1
         "BadImage: noise[5]: ",
     ),
     "a bug that process 1 alone meets": (
-        "if ranks.rank == 1: trunk_store.run_trunk = None",
+        "if ranks.rank == 1: row_formats.run_trunk = None",
         "TrainingError: process 1 of 2 (counted from 0) failed: TypeError: 'NoneType' object is not callable",
         "TypeError: 'NoneType' object is not callable",
     ),

@@ -33,7 +33,7 @@ def import_model(
     An adapter becomes a branch, which computes what the LoRA model computes, and its classifier a task on it: both can
     be attached beside other tasks, and the original output stays. The reproduction is transformers-learnable-memory.
     """
-    label_names = labels.read_text(encoding="utf-8").splitlines() if labels else None
+    label_names = _read_labels(labels) if labels else None
     if source.is_dir():
         _import_adapter(source, out, backbone, label_names, name, branch_only)
     else:
@@ -42,6 +42,23 @@ def import_model(
         if backbone is None:
             raise typer.BadParameter("give the backbone that the model was trained on: --backbone.")
         _import_reproduction(source, out, backbone, label_names, name)
+
+
+def _read_labels(path: Path) -> list[str]:
+    from vit_memory.errors import FileError
+
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"{path}: cannot be read as UTF-8 text: {error}.") from None
+
+
+def _refuse_existing(*paths: Path) -> None:
+    from vit_memory.errors import FileError
+
+    for path in paths:
+        if path.exists():
+            raise FileError(f"{path}: exists already; nothing was written. Use another --out or --name.")
 
 
 def _import_adapter(
@@ -59,6 +76,7 @@ def _import_adapter(
     imported = peft_adapter.import_adapter(folder, loaded, name=name, labels=labels, branch_only=branch_only)
     branch, task = imported.branch, imported.task
     path = branch_file(out, branch.name)
+    _refuse_existing(path, *([] if task is None else [out / f"{task.name}.safetensors"]))
     save_branch(branch, path)
     typer.echo(f"{path}: {branch.method}, {branch.parameters} parameters")
     if task is not None:
@@ -74,7 +92,9 @@ def _import_reproduction(file: Path, out: Path, backbone: str, labels: list[str]
     from vit_memory.files import interop
     from vit_memory.files.taskfile import save_task
 
-    for task in interop.import_reproduction(file, load_backbone(backbone), labels=labels, name=name):
+    tasks = interop.import_reproduction(file, load_backbone(backbone), labels=labels, name=name)
+    _refuse_existing(*(out / f"{task.name}.safetensors" for task in tasks))
+    for task in tasks:
         path = out / f"{task.name}.safetensors"
         save_task(task, path)
         typer.echo(

@@ -42,11 +42,12 @@ def adapter_from_tensors(
     """
     named = [match.group(2) for name in tensors if (match := _NAME.fullmatch(name))]  # the projection of each tensor
     projections = [projection for projection in PROJECTIONS if projection in named]
-    expected = 2 * len(blocks) * len(projections)
+    count = blocks.stop - blocks.start  # not len(), which fails where a forged file claims too many
+    expected = 2 * count * len(projections)
     if len(named) != expected:  # before any loop over the depth, which a forged file may claim to be anything
         raise TaskError(
             f"{len(named)} tensors of low-rank updates of {', '.join(projections)}, expected {expected}: a lora_A and "
-            f"a lora_B for each of {len(blocks)} blocks."
+            f"a lora_B for each of {count} blocks."
         )
     scaling = {} if description is None else description.get("scaling", {})
     low_rank = {

@@ -227,6 +227,8 @@ class Bundle:
             self._entry(name)
         for name in branches:
             self._branch_entry(name)
+        if branches:
+            self.check()  # who stands on them is told by the task files
         for entry in self.entries:
             if entry.branch in branches and entry.name not in names:
                 raise GraphError(
@@ -244,7 +246,9 @@ class Bundle:
 
     def check(self) -> TaskGraph:
         """Read every file and check that tasks and branches fit the backbone and each other."""
-        return self._check_fit(self.tasks(), self.branches())
+        graph = self._check_fit(self.tasks(), self.branches())
+        self._check_branches(graph)
+        return graph
 
     def model(self, backbone: Backbone | None = None) -> MemoryViT:
         """The backbone with everything attached. Without `backbone`, it is loaded by the name in the manifest."""
@@ -263,6 +267,16 @@ class Bundle:
                 return entry
         known = ", ".join(entry.name for entry in self.entries) or "none"
         raise FileError(f"{self.folder}: no task {name!r} in this bundle. Tasks: {known}.")
+
+    def _check_branches(self, graph: TaskGraph) -> None:
+        """Raise DamagedFile if the manifest lists a task on another branch than its file does."""
+        for entry in self.entries:
+            branch = graph.branch_of(entry.name)
+            if entry.branch != (None if branch is None else branch.name):
+                raise DamagedFile(
+                    f"{self.folder / MANIFEST}: lists task {entry.name!r} on branch {entry.branch or 'none'}, but its "
+                    f"file names {'none' if branch is None else branch.name}."
+                )
 
     def _check_fit(self, tasks: Sequence[Task], branches: Sequence[Branch]) -> TaskGraph:
         items: list[Task | Branch] = [*tasks, *branches]

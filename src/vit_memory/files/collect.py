@@ -6,12 +6,12 @@ from pathlib import Path
 
 from vit_memory.branch import Branch
 from vit_memory.errors import FileError, GraphError
-from vit_memory.files.branchfile import is_branch_file, load_branch
+from vit_memory.files.branchfile import branch_file, is_branch_file, load_branch
 from vit_memory.files.bundle import Bundle
-from vit_memory.files.manifest import bundle_of
+from vit_memory.files.manifest import BRANCHES, bundle_of
 from vit_memory.files.taskfile import describe, load_task
 from vit_memory.graph import has_digest, rename_tasks
-from vit_memory.task import Task, check_name
+from vit_memory.task import BranchRef, Task, check_name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +96,7 @@ def collect_branches(files: Sequence[TaskFile], paths: Sequence[Path], bundles: 
 
     def add(where: str, branch: Branch) -> None:
         other = found.setdefault(branch.name, (where, branch))
-        if other[1].digest != branch.digest:
+        if not has_digest(other[1], branch.digest) and not has_digest(branch, other[1].digest):
             raise GraphError(
                 f"{other[0]} and {where} hold two branches called {branch.name!r}. Give one of them, or rename one: "
                 f"vit-memory branch rename {where} NEW"
@@ -107,23 +107,40 @@ def collect_branches(files: Sequence[TaskFile], paths: Sequence[Path], bundles: 
             add(str(bundle.path(entry)), bundle.branch(entry.name))
     for path in paths:
         add(str(path), load_branch(path))
-    missing = [file for file in files if file.task.branch is not None]
-    for folder in dict.fromkeys(file.path.absolute().parent for file in missing):
-        for path in sorted(folder.glob("*.branch.safetensors")):
-            branch = load_branch(path)
-            wanted = any(file.task.branch and has_digest(branch, file.task.branch.digest) for file in missing)
-            if wanted and not any(branch.digest == other.digest for _, other in found.values()):
-                add(str(path), branch)
-    for file in missing:
+    for file in files:
         ref = file.task.branch
         # Where another branch has the name, the graph says so.
-        if ref is None or ref.name in found or any(has_digest(b, ref.digest) for _, b in found.values()):
+        if ref is None or ref.name in found or _is_among(ref, [branch for _, branch in found.values()]):
             continue
-        raise GraphError(
-            f"{file.path}: task {file.task.name!r} stands on branch {ref.name!r} (digest {ref.digest[:12]}…), which is "
-            f"neither given nor beside it as {ref.name}.branch.safetensors. Give its file too."
-        )
+        beside = next((one for other in (file, *files) if (one := _branch_beside(other, ref))), None)
+        if beside is None:
+            raise GraphError(
+                f"{file.path}: task {file.task.name!r} stands on branch {ref.name!r} (digest {ref.digest[:12]}…), "
+                f"which is neither given nor beside it as {ref.name}.branch.safetensors. Give its file too."
+            )
+        add(str(beside[0]), beside[1])
     return [branch for _, branch in found.values()]
+
+
+def _is_among(ref: BranchRef, branches: Sequence[Branch]) -> bool:
+    return any(has_digest(branch, ref.digest) for branch in branches)
+
+
+def _branch_beside(file: TaskFile, ref: BranchRef) -> tuple[Path, Branch] | None:
+    """A branch from the folder of a task file, or of its bundle; files that cannot be read are left out."""
+    bundle = bundle_of(file.path)
+    folder = file.path.absolute().parent if bundle is None else bundle / BRANCHES
+    first = branch_file(folder, ref.name)
+    for path in sorted(folder.glob("*.branch.safetensors"), key=lambda path: path != first):
+        if not is_branch_file(path):
+            continue
+        try:
+            branch = load_branch(path)
+        except FileError:
+            continue
+        if has_digest(branch, ref.digest):
+            return path, branch
+    return None
 
 
 def _read_files(paths: Sequence[Path], bundles: Sequence[Bundle]) -> "_TaskFiles":

@@ -18,7 +18,7 @@ from vit_memory.task import TaskRecord
 def check_format(path: Path, text: str, name: str, version: int) -> None:
     """Raise DamagedFile unless `text` is `name/<number>`, and NewerFormat if the number is above `version`."""
     stem, _, number = text.partition("/")
-    if stem != name or not number.isdecimal():
+    if stem != name or not number.isdecimal() or len(number) > 9:
         raise DamagedFile(f"{path}: format {text!r}, expected {name}/{version}.")
     if int(number) > version:
         raise NewerFormat(
@@ -33,7 +33,7 @@ def reading_description(path: Path, what: str) -> Iterator[None]:
         yield
     except (ValueError, RecursionError) as error:
         raise DamagedFile(f"{path}: the {what} description is not valid JSON: {error}.") from None
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DamagedFile(f"{path}: the {what} description has a missing or mistyped field: {error}.") from None
     except TaskError as error:
         raise DamagedFile(f"{path}: {error}") from None
@@ -93,7 +93,7 @@ def read_record(description: Mapping[str, Any]) -> TaskRecord:
         preprocessing=_read_preprocessing(description["preprocessing"]),
         recipe=dict(description["recipe"]),
         metrics=dict(description["metrics"]),
-        half_of=description["half_of"],
+        half_of=None if description["half_of"] is None else read_text(description["half_of"], "half_of"),
     )
 
 

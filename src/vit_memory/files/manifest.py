@@ -14,7 +14,7 @@ from vit_memory.atomic import write_atomic
 from vit_memory.backbone import BackboneIdentity
 from vit_memory.errors import DamagedFile, FileError, TaskError, UnsafeFile
 from vit_memory.files.container import parse_json
-from vit_memory.files.description import check_format
+from vit_memory.files.description import check_format, read_backbone, read_text
 from vit_memory.task import check_name
 
 FORMAT, VERSION = "vit-memory-bundle", 2
@@ -63,7 +63,7 @@ def read_manifest(folder: Path) -> Manifest:
         check_format(path, content["format"], FORMAT, VERSION)
         entries = tuple(_entry(path, values) for values in content["tasks"])
         branches = tuple(_branch_entry(path, values) for values in content.get("branches", ()))
-        return Manifest(BackboneIdentity(**content["backbone"]), entries, branches)
+        return Manifest(read_backbone(content["backbone"]), entries, branches)
     except FileNotFoundError:
         raise FileError(f"{folder}: not a bundle, it has no {MANIFEST}.{_remedy(folder)}") from None
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
@@ -99,15 +99,22 @@ def _remedy(folder: Path) -> str:
 
 
 def _entry(path: Path, values: Mapping[str, Any]) -> Entry:
-    entry = Entry(values["name"], values["file"], values["sha256"], tuple(values["parents"]), values.get("branch"))
+    parents = tuple(read_text(parent, "parents") for parent in values["parents"])
+    branch = values.get("branch")
+    entry = Entry(*_texts(values), parents, None if branch is None else read_text(branch, "branch"))
     _check_entry(path, entry, "task", TASKS)
     return entry
 
 
 def _branch_entry(path: Path, values: Mapping[str, Any]) -> BranchEntry:
-    entry = BranchEntry(values["name"], values["file"], values["sha256"])
+    entry = BranchEntry(*_texts(values))
     _check_entry(path, entry, "branch", BRANCHES)
     return entry
+
+
+def _texts(values: Mapping[str, Any]) -> tuple[str, str, str]:
+    name, file, sha256 = (read_text(values[key], key) for key in ("name", "file", "sha256"))
+    return name, file, sha256
 
 
 def _check_entry(path: Path, entry: Entry | BranchEntry, what: str, folder: str) -> None:
@@ -115,5 +122,5 @@ def _check_entry(path: Path, entry: Entry | BranchEntry, what: str, folder: str)
         check_name(entry.name, what)
     except TaskError as error:
         raise UnsafeFile(f"{path}: {error}") from None
-    if not isinstance(entry.file, str) or Path(entry.file).name != entry.file or entry.file in ("", ".", ".."):
+    if Path(entry.file).name != entry.file or entry.file in ("", ".", ".."):
         raise UnsafeFile(f"{path}: {what} {entry.name!r} names the file {entry.file!r}, outside {folder}/. Not opened.")

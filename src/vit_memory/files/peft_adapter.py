@@ -24,12 +24,13 @@ from vit_memory.choices import Projection
 from vit_memory.errors import BackboneMismatch, DamagedFile, FileError, TaskError, UnsafeFile
 from vit_memory.families.roles import projections_of
 from vit_memory.files.container import parse_json
+from vit_memory.graph import has_digest
 from vit_memory.model import check_trained_on
-from vit_memory.task import Task, new_record
+from vit_memory.task import Task, check_name, new_record
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_BLOCK = re.compile(r"(?:^|\.)(?:layers?|blocks|resblocks)\.(\d+)\.(.+)$")
+_BLOCK = re.compile(r"(.*?)(?:^|\.)(?:layers?|blocks|resblocks)\.(\d{1,6})\.(.+)$")
 # What libraries call the projections of a block: transformers 5, 4, CLIP and SigLIP, timm, the bundled backbone.
 _NAMES: Mapping[str, tuple[Projection, ...]] = {
     **{f"{prefix}.{name}_proj": (name,) for prefix in ("attention", "self_attn") for name in ("q", "k", "v", "o")},
@@ -42,6 +43,7 @@ _NAMES: Mapping[str, tuple[Projection, ...]] = {
     "output.dense": ("fc2",),
     "mlp.fc1": ("fc1",),
     "mlp.fc2": ("fc2",),
+    "mlp.up_proj": ("fc1",),
     "mlp.down_proj": ("fc2",),
     "attn.qkv": ("q", "k", "v"),
     "attn.proj": ("o",),
@@ -121,11 +123,13 @@ def import_adapter(
     pairs, others = _pairs(folder, tensors)
     adapter, start = _adapter(folder, backbone, config, pairs)
     record = replace(new_record(backbone), recipe={"imported_from": folder.resolve().name})
+    check_name(name, "branch")
     try:
         branch = Branch(name, start, adapter, backbone.identity, record)
         check_trained_on(branch, backbone)
     except TaskError as error:
         raise BackboneMismatch(f"{folder}: does not fit {backbone.name}: {error}") from None
+    _check_others(folder, others)
     head = None if branch_only else _head(folder, backbone, others)
     if head is None:
         return ImportedAdapter(branch, None)
@@ -198,10 +202,11 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         tensors = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise DamagedFile(f"{path}: cannot be read: {error}.") from None
-    for key, tensor in tensors.items():
-        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+    values = {key: tensor.float() for key, tensor in tensors.items()}
+    for key, tensor in values.items():
+        if not tensors[key].is_floating_point() or not bool(tensor.isfinite().all()):
             raise DamagedFile(f"{path}: {key} holds other values than finite numbers.")
-    return {key.removeprefix(_PREFIX): tensor.float() for key, tensor in tensors.items()}
+    return {key.removeprefix(_PREFIX): tensor for key, tensor in values.items()}
 
 
 _Pairs = dict[str, tuple[Tensor, Tensor]]  # A and B by the path of their module
@@ -222,7 +227,7 @@ def _pairs(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[_Pairs, dict[st
     pairs: _Pairs = {}
     for path, pair in sides.items():
         A, B = pair.get("A"), pair.get("B")
-        if A is None or B is None or A.dim() != 2 or B.dim() != 2 or A.shape[0] != B.shape[1]:
+        if A is None or B is None or A.dim() != 2 or B.dim() != 2 or not len(A) or A.shape[0] != B.shape[1]:
             shapes = {side: tuple(tensor.shape) for side, tensor in pair.items()}
             raise DamagedFile(f"{folder}: {path} has low-rank tensors {shapes}; expected A (r, in) and B (out, r).")
         pairs[path] = A, B
@@ -234,22 +239,28 @@ def _pairs(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[_Pairs, dict[st
 def _adapter(folder: Path, backbone: Backbone, config: Mapping[str, Any], pairs: _Pairs) -> tuple[Adapter, int]:
     """The adapter of the blocks from the first changed one on, and the number of that block."""
     found: dict[Projection, dict[int, tuple[Tensor, Tensor, float]]] = {}
+    towers: set[str] = set()  # what stands before the blocks in the paths
     for path, (A, B) in pairs.items():
-        match = _BLOCK.search(path)
-        projections = _NAMES.get(match[2], ()) if match else ()
+        match = _BLOCK.fullmatch(path)
+        projections = _NAMES.get(match[3], ()) if match else ()
         if not match or not projections or "text" in path.split(".")[0]:
             raise FileError(
                 f"{folder}: it changes {path}, which is none of the projections {', '.join(PROJECTIONS)} of a block "
                 f"of the vision model."
             )
-        block = int(match[1])
+        block = int(match[2])
+        towers.add(match[1])
         if block >= backbone.depth:
             raise BackboneMismatch(f"{folder}: it changes block {block}; {backbone.name} has {backbone.depth} blocks.")
         scaling = _scaling(folder, config, path, len(A))
         if len(B) % len(projections):
             raise BackboneMismatch(f"{folder}: {path} has {len(B)} outputs, not a multiple of {len(projections)}.")
         for projection, part in zip(projections, B.chunk(len(projections)), strict=True):
-            found.setdefault(projection, {})[block] = (A, part, scaling)
+            if block in found.setdefault(projection, {}):
+                raise FileError(f"{folder}: two modules are {projection} of block {block}; the second is {path}.")
+            found[projection][block] = (A, part, scaling)
+    if len(towers) > 1:
+        raise FileError(f"{folder}: it changes blocks of several models: {', '.join(sorted(towers))}.")
     start = min(block for blocks in found.values() for block in blocks)
     low_rank = {
         projection: _stack(folder, projection, found[projection], range(start, backbone.depth))
@@ -261,17 +272,24 @@ def _adapter(folder: Path, backbone: Backbone, config: Mapping[str, Any], pairs:
 
 def _scaling(folder: Path, config: Mapping[str, Any], path: str, rank: int) -> float:
     """What B A is multiplied by: lora_alpha over the rank, or over its root for rsLoRA."""
-    alpha = next(
-        (value for pattern, value in (config.get("alpha_pattern") or {}).items() if _matches(folder, pattern, path)),
-        config.get("lora_alpha"),
-    )
-    if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
-        raise DamagedFile(f"{folder}: lora_alpha of {path} is {alpha!r}; expected a number.")
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise DamagedFile(f"{folder}: alpha_pattern is {patterns!r}; expected numbers by names of modules.")
+    alpha = next((v for pattern, v in patterns.items() if _matches(folder, pattern, path)), config.get("lora_alpha"))
+    if not isinstance(alpha, int | float) or not -1e9 < alpha < 1e9:
+        raise DamagedFile(f"{folder}: lora_alpha of {path} is {str(alpha)[:20]!r}; expected a number.")
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _matches(folder: Path, pattern: str, path: str) -> bool:
-    """Whether a key of alpha_pattern means this module: a regular expression for the end of its path, as in peft."""
+    """Whether a key of alpha_pattern means this module: a regular expression for the end of its path, as in peft.
+
+    Repeated groups and many repetitions are refused: some take forever.
+    """
+    if path == pattern or path.endswith(f".{pattern}"):
+        return True
+    if len(pattern) > 500 or re.search(r"\)[*+{?]", pattern) or len(re.findall(r"[*+{]", pattern)) > 4:
+        raise FileError(f"{folder}: alpha_pattern has {pattern[:60]!r}, which is too complicated to import.")
     try:
         return re.fullmatch(rf"(?:.*\.)?(?:{pattern})", path) is not None
     except re.error as error:
@@ -290,21 +308,25 @@ def _stack(folder: Path, projection: str, blocks: Mapping[int, tuple[Tensor, Ten
     stacked_a, stacked_b = torch.zeros(len(wanted), max(ranks), inner), torch.zeros(len(wanted), outer, max(ranks))
     for block, (A, B, own) in blocks.items():
         stacked_a[block - wanted.start, : len(A)] = A
-        stacked_b[block - wanted.start, :, : len(A)] = B * (own / scaling)
+        stacked_b[block - wanted.start, :, : len(A)] = B if own == scaling else B * own
     return LowRank(stacked_a, stacked_b, scaling)
+
+
+def _check_others(folder: Path, others: Mapping[str, Tensor]) -> None:
+    """Raise FileError if the adapter holds trained weights besides low-rank pairs and a classifier."""
+    modules = {key.rpartition(".")[0].replace(".modules_to_save.default", "") for key in others}
+    if len(modules) > 1 or not modules <= {"classifier", "head"}:
+        raise FileError(
+            f"{folder}: it also holds trained weights of {', '.join(sorted(modules))}, which change the features; only "
+            f"low-rank pairs and a classifier can be imported."
+        )
 
 
 def _head(folder: Path, backbone: Backbone, others: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
     """Weight and bias of the classifier among `modules_to_save`; None if there is none."""
     if not others:
         return None
-    modules = {key.rpartition(".")[0].replace(".modules_to_save.default", "") for key in others}
     hint = "Import the branch alone (--branch-only) and train a head on it: vit-memory train DATA --branch FILE"
-    if len(modules) > 1 or not modules <= {"classifier", "head"}:
-        raise FileError(
-            f"{folder}: it also holds trained weights of {', '.join(sorted(modules))}; a classifier alone can be "
-            f"imported. {hint}"
-        )
     parts = {key.rpartition(".")[2]: tensor for key, tensor in others.items()}
     weight = parts.get("weight")
     if weight is None or weight.dim() != 2:
@@ -378,10 +400,12 @@ def _joined(parts: Sequence[tuple[int, LowRank]], i: int, outputs: int) -> tuple
 
 def _export_head(branch: Branch, backbone: Backbone, task: Task, tensors: dict[str, Tensor]) -> list[str]:
     name = next((n for n in ("classifier", "head") if hasattr(backbone.model, n)), None)
-    if task.regime != "head" or task.branch is None or task.branch.digest != branch.digest:
+    if task.regime != "head" or task.branch is None or not has_digest(branch, task.branch.digest):
         raise FileError(f"task {task.name!r} is no `head` task on branch {branch.name!r}; only such a head fits LoRA.")
-    if name is None or backbone.family.name not in _FEATURE_HEADS:
-        raise FileError(f"{backbone.name} has no classifier on its class token, where peft would put the task's head.")
+    if name is None or backbone.family.name not in _FEATURE_HEADS or hasattr(backbone.model, "head_dist"):
+        raise FileError(f"{backbone.name} has no single classifier on its class token, where peft would put the head.")
+    if task.target_scale is not None:
+        raise FileError(f"task {task.name!r} answers in units of its own, which a classifier of peft does not have.")
     tensors[f"{_PREFIX}{name}.weight"] = task.head_weight.float().contiguous()
     tensors[f"{_PREFIX}{name}.bias"] = task.head_bias.float().contiguous()
     return [name]

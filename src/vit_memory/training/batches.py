@@ -178,8 +178,12 @@ def batch_source(
     cache: Cache,
     ranks: Ranks,
     on_storage: Callable[[Storage], None],
+    datasets: int = 1,
 ) -> BatchSource:
-    """Live or stored, as the cache requests and the regimes, the views and the free space allow."""
+    """Live or stored, as the cache requests and the regimes, the views and the free space allow.
+
+    Of several datasets that are trained at once, each may use an equal share of the space.
+    """
     views = recipe.fixed_views
     stored = sweep.stored_rows(view_size(loaders.train.transform.preprocessing))
     if cache.mode in ("ram", "disk") and not (stored and views):
@@ -190,7 +194,7 @@ def batch_source(
         return LiveBatches(backbone, sweep, recipe, loaders, ranks)
     with ranks.fail_together():
         stores = _stores(backbone, stored, recipe, loaders, views, cache, ranks)
-        chosen = _choose_storage(stores, recipe, cache, ranks)
+        chosen = _choose_storage(stores, recipe, cache, ranks, datasets)
     # A store needs space in every process.
     storage: Storage = "ram" if ranks.all(chosen == "ram") else "disk" if ranks.all(chosen == "disk") else "off"
     on_storage(storage)
@@ -219,12 +223,14 @@ def _stores(
     )
 
 
-def _choose_storage(stores: tuple[TrunkStore, TrunkStore], recipe: Recipe, cache: Cache, ranks: Ranks) -> Storage:
+def _choose_storage(
+    stores: tuple[TrunkStore, TrunkStore], recipe: Recipe, cache: Cache, ranks: Ranks, datasets: int
+) -> Storage:
     """What this process would choose by the free space, which it shares with the others on its machine."""
     train, validation = stores
     batch = min(recipe.batch, len(train.loader.split))
     evaluations = math.ceil(recipe.steps / recipe.evaluate_every)
     reads = recipe.steps * batch // ranks.world_size + validation.rows * evaluations
-    need = (train.bytes + validation.bytes) * ranks.local_world_size
+    need = (train.bytes + validation.bytes) * ranks.local_world_size * datasets
     space = disk_space(cache.stores_folder, [store.folder for store in stores], cache.limit)
     return choose_storage(cache, need, space, reads, train.rows + validation.rows)

@@ -27,7 +27,15 @@ from vit_memory.training.grid import BranchGrid
 from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.results import FitResult
-from vit_memory.training.runs import RunLog, check_folder, draw_run_curves, read_config, settings_row, write_json
+from vit_memory.training.runs import (
+    RunLog,
+    check_folder,
+    check_run_name,
+    draw_run_curves,
+    read_config,
+    settings_row,
+    write_json,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,10 @@ def train_branch_run(
         raise TrainingError(
             f"regime {plan.regime!r} cannot stand on a branch; give one of {', '.join(sorted(COMPOSABLE))}."
         )
+    for name in datasets:
+        check_run_name(name)
+    if len({name.casefold() for name in datasets}) < len(datasets):
+        raise TrainingError(f"{', '.join(datasets)}: some file systems do not tell these names apart; choose others.")
     options = replace(options, checkpoint=check_folder(folder, resume=options.resume))
     branches = plan.grid.branches(backbone, plan.name, plan.seed)
     data = [_task_data(backbone, name, dataset, plan) for name, dataset in datasets.items()]

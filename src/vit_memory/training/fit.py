@@ -1,6 +1,6 @@
 """fit: train tasks on images, all their settings at once, live or from stored trunks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import torch
@@ -11,7 +11,7 @@ from vit_memory.data.loading import BadImages, Loader
 from vit_memory.data.splits import Split, why_empty
 from vit_memory.data.transforms import EvalTransform, TrainTransform, view_size
 from vit_memory.errors import TrainingError
-from vit_memory.graph import TaskGraph
+from vit_memory.graph import TaskGraph, has_digest
 from vit_memory.model import check_trained_on
 from vit_memory.preprocessing import Preprocessing
 from vit_memory.task import Task
@@ -77,14 +77,14 @@ def fit(
     check_trainable(backbone, tasks, [*parents, *branches], train, validation)
     objective = objective_for(tasks[0], recipe, train, validation)
     grid = product(tasks, recipe.rates, recipe.weight_decays)
-    trained = {branch.digest: branch for branch in branches} if train_branches else {}
-    settings = [Setting(task, rate, decay, _branch_of(task, trained)) for task, rate, decay in grid]
+    trainable = branches if train_branches else ()
+    settings = [Setting(task, rate, decay, _branch_of(task, trainable)) for task, rate, decay in grid]
     frozen = TaskGraph(parents, () if train_branches else branches)
     sweep = build_sweep(backbone, settings, frozen, recipe, objective)
     if isinstance(sweep, BranchSweep):
-        sweep.check_memory(
-            TrunkShape.of(backbone, view_size(preprocessing)), options.threads or torch.get_num_threads()
-        )
+        threads = options.threads or torch.get_num_threads()
+        with ranks.fail_together():
+            sweep.check_memory(TrunkShape.of(backbone, view_size(preprocessing)), threads * ranks.local_world_size)
     loaders = build_loaders(train, validation, preprocessing, recipe, options)
     source = batch_source(backbone, sweep, recipe, loaders, options.cache, ranks, callbacks.on_storage)
 
@@ -112,9 +112,11 @@ def training_preprocessing(backbone: Backbone, image_size: int | None) -> Prepro
     return preprocessing if image_size is None else preprocessing.at(image_size)
 
 
-def _branch_of(task: Task, trained: Mapping[str, Branch]) -> Branch | None:
+def _branch_of(task: Task, trainable: Sequence[Branch]) -> Branch | None:
     """The branch that is trained with a task, if branches are trained."""
-    return None if task.branch is None else trained.get(task.branch.digest)
+    if task.branch is None:
+        return None
+    return next((branch for branch in trainable if has_digest(branch, task.branch.digest)), None)
 
 
 def check_trainable(

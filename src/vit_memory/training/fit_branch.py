@@ -77,10 +77,21 @@ def fit_branch(
     objectives = DomainObjective([part.objective for part in parts], [len(one.validation) for one in data])
     sweep = DomainSweep(parts, objectives, recipe)
     threads = options.threads or torch.get_num_threads()
-    parts[0].check_memory(TrunkShape.of(backbone, view_size(preprocessing)), threads)
+    with options.ranks.fail_together():
+        shape = TrunkShape.of(backbone, view_size(preprocessing))
+        parts[0].check_memory(shape, threads * options.ranks.local_world_size)
     loaders = [build_loaders(one.train, one.validation, preprocessing, recipe, options) for one in data]
     sources = [
-        batch_source(backbone, part, share, own, _cache(options, one), options.ranks, callbacks.on_storage)
+        batch_source(
+            backbone,
+            part,
+            share,
+            own,
+            _cache(options, one),
+            options.ranks,
+            callbacks.on_storage,
+            datasets=len(data),
+        )
         for part, own, one in zip(parts, loaders, data, strict=True)
     ]
     source = DomainBatches(sources, objectives)

@@ -37,7 +37,7 @@ class ReaderStacks:
             add("gains", "gains", gains)
         for (projection, rank), updates in updates_by_size(readers).items():
             add(f"{projection}.{rank}.A", "low_rank", {i: update.A for i, update in updates.items()})
-            add(f"{projection}.{rank}.B", "low_rank", {i: update.B for i, update in updates.items()})
+            add(f"{projection}.{rank}.B", "low_rank", {i: update.scaled_b for i, update in updates.items()})
         return cls(readers, stacks)
 
     def groups(

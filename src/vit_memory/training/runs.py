@@ -80,6 +80,7 @@ def train_run(
     `options.resume` resumes it; the checkpoint is a file of the folder. Only the main process writes files.
     """
     options, callbacks = options or TrainingOptions(), callbacks or Callbacks()
+    check_run_name(plan.name)
     options = replace(options, checkpoint=check_folder(folder, resume=options.resume))
     tasks, branches = _tasks_and_branches(backbone, dataset, plan)
     train = dataset.train if plan.per_class is None else dataset.train.per_class(plan.per_class, plan.recipe.seed)
@@ -139,6 +140,15 @@ def _tasks_and_branches(
     return tasks, branches
 
 
+def check_run_name(name: str) -> None:
+    """Raise TrainingError if the file of a task of that name would be another file of the run."""
+    if name.casefold() == "checkpoint" or name.casefold().endswith((".branch", ".backbone")):
+        raise TrainingError(
+            f"task name {name!r}: its file would be mistaken for another of the run; give a name other than "
+            f"checkpoint that does not end in .branch or .backbone."
+        )
+
+
 def check_folder(folder: Path, *, resume: bool) -> Path:
     """The folder's checkpoint file; raises TrainingError if the folder can be neither started nor resumed."""
     checkpoint = folder / "checkpoint.safetensors"
@@ -167,7 +177,7 @@ def _config(
         "image_size": image_size,
     }
     if plan.branch is not None:
-        config["branch"] = {plan.branch.name: plan.branch.digest}
+        config["branch"] = plan.branch.digest
     return config
 
 

@@ -67,12 +67,13 @@ class TrunkSweep(MemorySweep):
         own = [self.parents.find_branch(setting.task) for setting in self.settings]
         inherited = [self.parents.branch_of(name) for name in self.parents]
         found = {branch.name: branch for branch in (*own, *inherited) if branch is not None}
-        return tuple(prepare_branch(self.backbone, branch) for branch in found.values())
+        digests = self.parents.branch_digests
+        return tuple(prepare_branch(self.backbone, branch, digests[name]) for name, branch in found.items())
 
     def branch_key(self, i: int) -> str | None:
         """The key of the branch that setting i stands on; a float16 branch has another digest than the task names."""
         branch = self.parents.find_branch(self.settings[i].task)
-        return None if branch is None else branch.digest
+        return None if branch is None else self.parents.branch_digests[branch.name]
 
     @property
     def _trunk_keys(self) -> list[str | None]:
@@ -101,7 +102,10 @@ class TrunkSweep(MemorySweep):
         ancestors += [[index[a] for a in self.parents.ancestors(task.name) if a in index] for task in above]
         counts = [self.settings[i].task.cells for i in self.with_token] + [task.cells for task in above]
         trunks = [self.branch_key(i) for i in self.with_token]
-        trunks += [None if (b := self.parents.branch_of(task.name)) is None else b.digest for task in above]
+        trunks += [
+            None if (b := self.parents.branch_of(task.name)) is None else self.parents.branch_digests[b.name]
+            for task in above
+        ]
         layout = lay_out([str(i) for i in range(len(counts))], ancestors, counts, trunks)
         order = [int(name) for name in layout.names]
         starts = [sum(counts[:i]) for i in range(len(counts))]
