@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from builders import images, library_model, trained, trained_branch, worst
 from vit_memory import BackboneMismatch, FileError, MemoryViT, load_backbone
-from vit_memory.files.peft_adapter import export_adapter, import_adapter
+from vit_memory.files.peft_adapter import import_adapter
+from vit_memory.files.peft_export import export_adapter
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 

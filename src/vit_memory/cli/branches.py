@@ -2,20 +2,20 @@
 
 import re
 from collections.abc import Mapping
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vit_memory.choices import Regime
+from vit_memory.cli.branch_options import BranchSizes
 from vit_memory.cli.data import DataOptions
 from vit_memory.cli.options import spread_options
-from vit_memory.cli.progress import TrainingProgress, score_text, show_log, stopping
+from vit_memory.cli.progress import score_text, show_log
 from vit_memory.cli.settings_table import print_settings
-from vit_memory.cli.train import backbone_dtype, show_and_check
-from vit_memory.cli.train_options import BranchSizes, CacheOptions, MachineOptions, RecipeOptions
+from vit_memory.cli.train import backbone_dtype, run_training, show_and_check
+from vit_memory.cli.train_options import CacheOptions, MachineOptions, RecipeOptions
 
 if TYPE_CHECKING:
     from vit_memory.data.sources import Dataset
@@ -87,11 +87,9 @@ def train(
     and TASK, one for every dataset.
     """
     from vit_memory.backbone import load_backbone
-    from vit_memory.errors import TrainingStopped
     from vit_memory.parallel import limit_threads
     from vit_memory.task import check_name
     from vit_memory.training.branch_runs import BranchPlan, train_branch_run
-    from vit_memory.training.callbacks import Callbacks
     from vit_memory.training.ranks import init_ranks
 
     check_name(run.name, "branch")
@@ -110,19 +108,9 @@ def train(
     dtype = backbone_dtype(machine.precision, machine.device)
     backbone = load_backbone(run.backbone, device=ranks.device(machine.device), dtype=dtype)
     training = machine.build(cache.build(), ranks, resume=run.resume)
-    with stopping() as should_stop, closing(TrainingProgress()) as progress:
-        callbacks = Callbacks(should_stop=should_stop)
-        if ranks.is_main:
-            callbacks = replace(callbacks, on_progress=progress)
-        try:
-            result = train_branch_run(run.folder, backbone, datasets, plan, training, callbacks)
-        except TrainingStopped as stopped:
-            progress.close()
-            saved = (run.folder / "checkpoint.safetensors").exists()
-            if ranks.is_main:
-                how = "Resume with the same command and --resume." if saved else "Start again with the same command."
-                typer.echo(f"{stopped} {how}", err=True)
-            raise typer.Exit(130) from None
+    result = run_training(
+        run.folder, ranks, lambda callbacks: train_branch_run(run.folder, backbone, datasets, plan, training, callbacks)
+    )
     if ranks.is_main:
         _show(run, result, datasets)
 

@@ -116,7 +116,7 @@ def export(
     """Write a branch as a LoRA adapter that peft loads onto the backbone's own model."""
     from vit_memory.backbone import load_backbone
     from vit_memory.files.branchfile import load_branch
-    from vit_memory.files.peft_adapter import export_adapter
+    from vit_memory.files.peft_export import export_adapter
     from vit_memory.files.taskfile import load_task
 
     branch = load_branch(file)

@@ -1,5 +1,6 @@
 """vit-memory train: train a task on a folder of images."""
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +9,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from vit_memory.choices import OnBadImage, PrecisionOrAuto
+from vit_memory.cli.branch_options import BranchOptions
 from vit_memory.cli.data import DataOptions, Source, page, summarise_images
 from vit_memory.cli.options import spread_options
 from vit_memory.cli.progress import TrainingProgress, show_log, stopping, typed_command
 from vit_memory.cli.settings_table import print_settings
 from vit_memory.cli.train_options import (
-    BranchOptions,
     CacheOptions,
     GridOptions,
     MachineOptions,
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
     from vit_memory.backbone import Backbone
     from vit_memory.data.sources import Dataset
+    from vit_memory.training.callbacks import Callbacks
     from vit_memory.training.options import TrainingOptions
+    from vit_memory.training.ranks import Ranks
     from vit_memory.training.results import FitResult
     from vit_memory.training.runs import TrainingPlan
 
@@ -51,11 +54,9 @@ def train(
     part of a forward and backward pass each; the best one becomes a branch file beside the task file.
     """
     from vit_memory.backbone import load_backbone
-    from vit_memory.errors import TrainingStopped
     from vit_memory.files.branchfile import branch_file
     from vit_memory.parallel import limit_threads
     from vit_memory.task import check_name
-    from vit_memory.training.callbacks import Callbacks
     from vit_memory.training.ranks import init_ranks
     from vit_memory.training.runs import train_run
 
@@ -72,19 +73,9 @@ def train(
     device = ranks.device(machine.device)
     backbone = load_backbone(backbone_name, device=device, dtype=backbone_dtype(machine.precision, machine.device))
     options = machine.build(cache.build(), ranks, resume=run.resume)
-    with stopping() as should_stop, closing(TrainingProgress()) as progress:
-        callbacks = Callbacks(should_stop=should_stop)
-        if ranks.is_main:
-            callbacks = replace(callbacks, on_progress=progress)
-        try:
-            result = train_run(run.folder, backbone, dataset, plan, options, callbacks)
-        except TrainingStopped as stopped:
-            progress.close()
-            saved = (run.folder / "checkpoint.safetensors").exists()
-            if ranks.is_main:
-                how = "Resume with the same command and --resume." if saved else "Start again with the same command."
-                typer.echo(f"{stopped} {how}", err=True)
-            raise typer.Exit(130) from None
+    result = run_training(
+        run.folder, ranks, lambda callbacks: train_run(run.folder, backbone, dataset, plan, options, callbacks)
+    )
     if ranks.is_main:
         file = run.folder / f"{run.name}.safetensors"
         print_settings(result)
@@ -94,6 +85,26 @@ def train(
             typer.echo(f"{path}: {result.best.branch.method}, {path.stat().st_size / 1000:.0f} kB")
         if run.report:
             _write_report(run.folder, backbone, dataset, result, plan, options)
+
+
+def run_training(folder: Path, ranks: "Ranks", train: "Callable[[Callbacks], FitResult]") -> "FitResult":
+    """Train with progress on stderr; after Ctrl-C, say how to go on and exit with 130."""
+    from vit_memory.errors import TrainingStopped
+    from vit_memory.training.callbacks import Callbacks
+
+    with stopping() as should_stop, closing(TrainingProgress()) as progress:
+        callbacks = Callbacks(should_stop=should_stop)
+        if ranks.is_main:
+            callbacks = replace(callbacks, on_progress=progress)
+        try:
+            return train(callbacks)
+        except TrainingStopped as stopped:
+            progress.close()
+            saved = (folder / "checkpoint.safetensors").exists()
+            if ranks.is_main:
+                how = "Resume with the same command and --resume." if saved else "Start again with the same command."
+                typer.echo(f"{stopped} {how}", err=True)
+            raise typer.Exit(130) from None
 
 
 def _write_report(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vit_memory.training.recipe import Recipe
 
 
-def _list_of(
+def list_of(
     read: Callable[[str], Any], expected: str, or_word: str | None = None
 ) -> Callable[[str | None], str | None]:
     """A callback that refuses a comma-separated list with a wrong part, at the command line."""
@@ -50,7 +50,8 @@ def _list_of(
     return check
 
 
-def _read_rank(text: str) -> int | None:
+def read_rank(text: str) -> int | None:
+    """A rank, or None for the word none; ValueError for anything else."""
     if text == "none":
         return None
     if int(text) < 1:
@@ -142,14 +143,14 @@ class GridOptions:
         str | None,
         typer.Option(
             help="Memory cells per block: 5, or several: 0,1,5.  [default: 5; 0 for readers]",
-            callback=_list_of(int, "whole numbers"),
+            callback=list_of(int, "whole numbers"),
         ),
     ] = None
     rank: Annotated[
         str | None,
         typer.Option(
             help="Rank of a reader's low-rank updates, or several: 4,8; none for no updates.  [default: 8]",
-            callback=_list_of(_read_rank, "whole numbers or none"),
+            callback=list_of(read_rank, "whole numbers or none"),
         ),
     ] = None
     gains: Annotated[
@@ -184,7 +185,7 @@ class GridOptions:
     seeds: Annotated[
         str,
         typer.Option(
-            help="Seeds of new tasks and branches: 0, or several: 0,1,2.", callback=_list_of(int, "whole numbers")
+            help="Seeds of new tasks and branches: 0, or several: 0,1,2.", callback=list_of(int, "whole numbers")
         ),
     ] = "0"
 
@@ -214,7 +215,7 @@ class GridOptions:
             if "reader" in regimes:
                 values["reader_cells"] = values["cells"]
         if self.rank is not None:
-            values["ranks"] = tuple(map(_read_rank, self.rank.split(",")))
+            values["ranks"] = tuple(map(read_rank, self.rank.split(",")))
             if self.projections is not None and set(values["ranks"]) == {None}:
                 raise typer.BadParameter("--projections are updated with a --rank, which is none.")
         if self.gains is not None:
@@ -226,88 +227,6 @@ class GridOptions:
         return Grid(regimes=regimes, **values)  # type: ignore[arg-type]
 
 
-def _branch_grid(blocks: str, rank: str | None, gains: bool | None, projections: str | None) -> "BranchGrid":
-    """Every combination of comma-separated options; what is not given has its default."""
-    from vit_memory.training.grid import BranchGrid
-
-    values: dict[str, Any] = {"blocks": tuple(map(int, blocks.split(",")))}
-    if rank is not None:
-        values["ranks"] = tuple(map(_read_rank, rank.split(",")))
-    if gains is not None:
-        values["gains"] = gains
-    if projections is not None:
-        values["projections"] = tuple(tuple(choice.split("+")) for choice in projections.split(","))
-    return BranchGrid(**values)
-
-
-_BLOCKS_HELP = "of the last N blocks, or several: 2,4,6."
-_RANK_HELP = "Rank of the branch's low-rank updates, or several: 4,8; none: no updates, gains alone.  [default: 8]"
-_GAINS_HELP = (
-    "Let the branch also learn a scale and shift after both norms and a scale of each residual.  [default: no]"
-)
-_PROJECTIONS_HELP = (
-    "Projections that the branch updates, joined by +, of q, k, v, o, fc1 and fc2; several choices are separated by "
-    "commas.  [default: q+v]"
-)
-
-
-@dataclass(frozen=True)
-class BranchOptions:
-    """The branch that the task stands on: a frozen one, or one that is trained with it."""
-
-    branch: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Branch that the task reads; it does not change.", exists=True),
-    ] = None
-    branch_blocks: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Train a branch {_BLOCKS_HELP}  [default: no branch]", callback=_list_of(int, "whole numbers")
-        ),
-    ] = None
-    branch_rank: Annotated[
-        str | None, typer.Option(help=_RANK_HELP, callback=_list_of(_read_rank, "whole numbers or none"))
-    ] = None
-    branch_gains: Annotated[
-        bool | None, typer.Option("--branch-gains/--no-branch-gains", help=_GAINS_HELP, show_default=False)
-    ] = None
-    branch_projections: Annotated[str | None, typer.Option(help=_PROJECTIONS_HELP)] = None
-
-    def build(self) -> "BranchGrid | None":
-        """The branches to train; None if none is."""
-        sizes = {
-            "--branch-rank": self.branch_rank,
-            "--branch-gains": self.branch_gains,
-            "--branch-projections": self.branch_projections,
-        }
-        given = [option for option, value in sizes.items() if value is not None]
-        if self.branch_blocks is None:
-            if given:
-                raise typer.BadParameter(f"{', '.join(given)}: for a branch that is trained; give --branch-blocks too.")
-            return None
-        if self.branch is not None:
-            raise typer.BadParameter(
-                "--branch FILE uses a trained branch, --branch-blocks trains a new one: give one of them."
-            )
-        return _branch_grid(self.branch_blocks, self.branch_rank, self.branch_gains, self.branch_projections)
-
-
-@dataclass(frozen=True)
-class BranchSizes:
-    """The branches that `vit-memory branch train` tries."""
-
-    blocks: Annotated[str, typer.Option(help=f"A branch {_BLOCKS_HELP}", callback=_list_of(int, "whole numbers"))] = "4"
-    rank: Annotated[
-        str | None, typer.Option(help=_RANK_HELP, callback=_list_of(_read_rank, "whole numbers or none"))
-    ] = None
-    gains: Annotated[bool | None, typer.Option("--gains/--no-gains", help=_GAINS_HELP, show_default=False)] = None
-    projections: Annotated[str | None, typer.Option(help=_PROJECTIONS_HELP)] = None
-
-    def build(self) -> "BranchGrid":
-        """Every combination."""
-        return _branch_grid(self.blocks, self.rank, self.gains, self.projections)
-
-
 @dataclass(frozen=True)
 class RecipeOptions:
     """What is learned. Fields with the name of a field of Recipe replace it."""
@@ -316,11 +235,11 @@ class RecipeOptions:
         str,
         typer.Option(
             help="Learning rate, or several: 0.1,0.3; auto trains two or three at once.",
-            callback=_list_of(float, "numbers or auto", or_word="auto"),
+            callback=list_of(float, "numbers or auto", or_word="auto"),
         ),
     ] = "auto"
     weight_decay: Annotated[
-        str, typer.Option(help="Weight decay, or several: 0,0.01.", callback=_list_of(float, "numbers"))
+        str, typer.Option(help="Weight decay, or several: 0,0.01.", callback=list_of(float, "numbers"))
     ] = "0"
     recipe: Annotated[
         Literal["default", "paper"],
@@ -340,7 +259,7 @@ class RecipeOptions:
             metavar="PART=FACTOR,…",
             help="Factors on the learning rate, such as head=0.3,gains=10, of head, token, cells, gains and low-rank.  "
             "[default: 1; with adamw token=3,cells=3,gains=10]",
-            callback=_list_of(_read_factor, "PART=FACTOR, such as gains=10"),
+            callback=list_of(_read_factor, "PART=FACTOR, such as gains=10"),
         ),
     ] = None
     augment: Annotated[Augment, typer.Option(help="Augmentation of training images.")] = "inception"

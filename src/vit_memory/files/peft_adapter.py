@@ -1,4 +1,4 @@
-"""LoRA adapters of peft: imported as a branch and a `head` task, exported from a branch.
+"""LoRA adapters of peft, imported as a branch and a `head` task; `peft_export.py` writes them.
 
 A LoRA model computes what a branch computes whose first block is the first that the adapter changes, and its classifier
 is a `head` task on that branch. So adapters that people have can be attached side by side, with the original output
@@ -17,19 +17,16 @@ import torch
 from torch import Tensor
 
 from vit_memory.adapter import PROJECTIONS, Adapter, LowRank
-from vit_memory.atomic import check_empty, new_folder, write_atomic
 from vit_memory.backbone import Backbone
 from vit_memory.branch import Branch
 from vit_memory.choices import Projection
 from vit_memory.errors import BackboneMismatch, DamagedFile, FileError, TaskError, UnsafeFile
-from vit_memory.families.roles import projections_of
 from vit_memory.files.container import parse_json
-from vit_memory.graph import has_digest
 from vit_memory.model import check_trained_on
 from vit_memory.task import Task, check_name, new_record
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _BLOCK = re.compile(r"(.*?)(?:^|\.)(?:layers?|blocks|resblocks)\.(\d{1,6})\.(.+)$")
 # What libraries call the projections of a block: transformers 5, 4, CLIP and SigLIP, timm, the bundled backbone.
 _NAMES: Mapping[str, tuple[Projection, ...]] = {
@@ -80,7 +77,7 @@ _KNOWN = {
 }
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")  # the others change the base model's weights too
 # Families whose classifier is a linear layer on the feature that `head` tasks read.
-_FEATURE_HEADS = ("vit", "vit-msn", "timm-vit", "bundled")
+FEATURE_HEADS = ("vit", "vit-msn", "timm-vit", "bundled")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,9 +148,6 @@ def import_adapter(
     return ImportedAdapter(branch, task)
 
 
-# --------------------------------------------------------------------------------------------------------------- reads
-
-
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
@@ -206,7 +200,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     for key, tensor in values.items():
         if not tensors[key].is_floating_point() or not bool(tensor.isfinite().all()):
             raise DamagedFile(f"{path}: {key} holds other values than finite numbers.")
-    return {key.removeprefix(_PREFIX): tensor for key, tensor in values.items()}
+    return {key.removeprefix(PREFIX): tensor for key, tensor in values.items()}
 
 
 _Pairs = dict[str, tuple[Tensor, Tensor]]  # A and B by the path of their module
@@ -332,108 +326,9 @@ def _head(folder: Path, backbone: Backbone, others: Mapping[str, Tensor]) -> tup
     if weight is None or weight.dim() != 2:
         raise DamagedFile(f"{folder}: the classifier is no linear layer.")
     two_heads = hasattr(backbone.model, "head_dist")  # timm's distilled models answer with the mean of two
-    if backbone.family.name not in _FEATURE_HEADS or two_heads or weight.shape[1] != backbone.width:
+    if backbone.family.name not in FEATURE_HEADS or two_heads or weight.shape[1] != backbone.width:
         raise FileError(
             f"{folder}: its classifier has {weight.shape[1]} inputs of a {backbone.family.name} model; a head here "
             f"reads the {backbone.width} values of the final class token. {hint}"
         )
     return weight, parts.get("bias", torch.zeros(len(weight)))
-
-
-# -------------------------------------------------------------------------------------------------------------- writes
-
-
-def export_adapter(branch: Branch, backbone: Backbone, folder: Path | str, task: Task | None = None) -> None:
-    """Write a branch as a peft adapter of the backbone's own model into a new or empty folder, whole or not at all.
-
-    With a `head` task that stands on it, the backbone's classifier is written too. Gains cannot be exported.
-    """
-    folder = Path(folder)
-    check_empty(folder)
-    check_trained_on(branch, backbone)
-    if branch.adapter.gains is not None:
-        raise FileError(f"branch {branch.name!r} has gains, which LoRA does not have; it cannot be exported to peft.")
-    names = {module: name for name, module in backbone.model.named_modules()}
-    tensors: dict[str, Tensor] = {}
-    ranks: dict[str, int] = {}
-    alphas: dict[str, float] = {}
-    for i, block in enumerate(backbone.roles.blocks[branch.start :]):
-        by_module: dict[torch.nn.Module, list[tuple[int, LowRank]]] = {}
-        for projection, part in projections_of(block).items():
-            if projection in branch.adapter.low_rank:
-                update = branch.adapter.low_rank[projection]
-                by_module.setdefault(part.module, []).append((part.start, update))
-        for module, parts in by_module.items():
-            A, B, scaling = _joined(parts, i, module.out_features)  # type: ignore[arg-type]
-            if not len(A):
-                continue
-            path = names[module]
-            tensors[f"{_PREFIX}{path}.lora_A.weight"], tensors[f"{_PREFIX}{path}.lora_B.weight"] = A, B
-            ranks[path], alphas[path] = len(A), scaling * len(A)
-    if not ranks:
-        raise FileError(f"branch {branch.name!r} holds zeros only: there is nothing to export.")
-    saved: list[str] = []
-    if task is not None:
-        saved = _export_head(branch, backbone, task, tensors)
-    _write_adapter(folder, backbone, tensors, ranks, alphas, saved)
-
-
-def _joined(parts: Sequence[tuple[int, LowRank]], i: int, outputs: int) -> tuple[Tensor, Tensor, float]:
-    """The updates of one module in block i as one pair, without rows that are zero: q, k and v may share a module."""
-    scalings = {update.scaling for _, update in parts}
-    scaling = scalings.pop() if len(scalings) == 1 else 1.0
-    if len(parts) > 1 and all(torch.equal(update.A[i], parts[0][1].A[i]) for _, update in parts):
-        A, B = parts[0][1].A[i], parts[0][1].B.new_zeros(outputs, parts[0][1].rank)
-        for first, update in parts:
-            B[first : first + update.B.shape[1]] = update.B[i] * (update.scaling / scaling)
-    else:
-        A = torch.cat([update.A[i] for _, update in parts])
-        B = A.new_zeros(outputs, len(A))
-        column = 0
-        for first, update in parts:
-            own = slice(column, column + update.rank)
-            B[first : first + update.B.shape[1], own] = update.B[i] * (update.scaling / scaling)
-            column = own.stop
-    used = (A != 0).any(1) | (B != 0).any(0)
-    return A[used].float().contiguous(), B[:, used].float().contiguous(), scaling
-
-
-def _export_head(branch: Branch, backbone: Backbone, task: Task, tensors: dict[str, Tensor]) -> list[str]:
-    name = next((n for n in ("classifier", "head") if hasattr(backbone.model, n)), None)
-    if task.regime != "head" or task.branch is None or not has_digest(branch, task.branch.digest):
-        raise FileError(f"task {task.name!r} is no `head` task on branch {branch.name!r}; only such a head fits LoRA.")
-    if name is None or backbone.family.name not in _FEATURE_HEADS or hasattr(backbone.model, "head_dist"):
-        raise FileError(f"{backbone.name} has no single classifier on its class token, where peft would put the head.")
-    if task.target_scale is not None:
-        raise FileError(f"task {task.name!r} answers in units of its own, which a classifier of peft does not have.")
-    tensors[f"{_PREFIX}{name}.weight"] = task.head_weight.float().contiguous()
-    tensors[f"{_PREFIX}{name}.bias"] = task.head_bias.float().contiguous()
-    return [name]
-
-
-def _write_adapter(
-    folder: Path,
-    backbone: Backbone,
-    tensors: Mapping[str, Tensor],
-    ranks: Mapping[str, int],
-    alphas: Mapping[str, float],
-    saved: Sequence[str],
-) -> None:
-    from safetensors.torch import save  # noqa: PLC0415 - not needed by other files
-
-    rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
-    config = {
-        "peft_type": "LORA",
-        "base_model_name_or_path": backbone.name,
-        "r": rank,
-        "lora_alpha": alpha,
-        "rank_pattern": {path: own for path, own in ranks.items() if own != rank},
-        "alpha_pattern": {path: own for path, own in alphas.items() if own != alpha},
-        "target_modules": list(ranks),
-        "modules_to_save": list(saved) or None,
-        "bias": "none",
-        "inference_mode": True,
-    }
-    with new_folder(folder, last=CONFIG) as partial:
-        write_atomic(partial / WEIGHTS, [save(dict(tensors), {"format": "pt"})])
-        write_atomic(partial / CONFIG, [json.dumps(config, indent=2).encode(), b"\n"])
