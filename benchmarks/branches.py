@@ -162,12 +162,12 @@ def table(rows: Sequence[Mapping[str, Any]], readers: Sequence[Mapping[str, Any]
     peers = ("5 cells", "rank 8 + gains", "LoRA")
     every = [*(row for row in readers if row.get("method") in peers and "right" in row), *rows]
     lines = [
-        f"| method | cost of the pass | parameters | {' | '.join(PACKS)} | mean | against LoRA | against 5 cells |",
+        f"| method | passes (products) | parameters | {' | '.join(PACKS)} | mean | against LoRA | against 5 cells |",
         "|---|---|---|" + "---|" * (len(PACKS) + 3),
     ]
     for method in dict.fromkeys(row["method"] for row in every):
         own = [row for row in every if row["method"] == method]
-        cost = f"{1 + own[0]['blocks'] / 12:.2f}" if "blocks" in own[0] else "1.02"
+        cost = f"{1 + own[0]['blocks'] / 12:.2f}" if "blocks" in own[0] else "1 and a token"
         cost = "a pass of its own" if method == "LoRA" else cost
         sizes = sorted({row["parameters"] for row in own})
         parameters = " to ".join(dict.fromkeys(f"{size / 1e3:.0f} k" for size in (sizes[0], sizes[-1])))

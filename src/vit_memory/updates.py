@@ -239,7 +239,7 @@ class _BranchGains:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BranchLowRank:
-    """In place where there is no graph: a branch has many rows, and another pass over them costs 2 % of a block."""
+    """In place where there is no graph: a branch has many rows, and y is a fresh output that nothing else holds."""
 
     A: Tensor  # (r, in)
     B: Tensor  # (out, r)

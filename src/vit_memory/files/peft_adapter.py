@@ -88,11 +88,6 @@ class ImportedAdapter:
     task: Task | None  # None: the adapter has no classifier
 
 
-def is_adapter_folder(path: Path) -> bool:
-    """Whether a folder holds an adapter of peft."""
-    return (path / CONFIG).is_file()
-
-
 def base_model_of(folder: Path) -> str | None:
     """The base model that the adapter's configuration names."""
     name = _read_config(folder).get("base_model_name_or_path")
