@@ -85,6 +85,17 @@ SWEEPS = {
     ),
     # Memory as it was trained before there were readers, until it no longer improves.
     "memory": Sweep({"5 cells, SGD": {"cells": 5}, "20 cells, SGD": {"cells": 20}}, 400, "sgd", (0.03, 0.1, 0.3)),
+    # Readers with as many steps as that.
+    "long": Sweep(
+        {
+            "rank 8 + gains, 400 steps": BOTH,
+            "rank 8 + gains + patches, 400 steps": {**BOTH, "read_out": "patches"},
+            "rank 8 + gains + blocks:4, 400 steps": {**BOTH, "read_out": "blocks:4"},
+        },
+        400,
+        "adamw",
+        (1e-3, 3e-3, 1e-2),
+    ),
 }
 PEERS = {"LoRA": 100, "full": 100}  # steps
 MEMORY = ("5 cells", "20 cells", "5 cells, SGD", "20 cells, SGD")
