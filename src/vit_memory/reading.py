@@ -66,7 +66,7 @@ class ReaderLayout:
 class Memory:
     """One group's cells in one block, projected to keys and values. They do not depend on any image."""
 
-    keys: Tensor  # (G, H, A/H, P)
+    keys: Tensor  # (G, H, A/H, P); P may be 0: the group reads no cells in this block
     values: Tensor  # (G, H, P, A/H)
 
 
@@ -235,7 +235,7 @@ def attend_readers(
     other_values: list[Tensor] = []
     for group, cells in zip(groups, memory, strict=True):
         members = slice(group.start, group.stop)
-        K, P = group.ancestors.shape[1], group.cells.shape[1]
+        K, P = group.ancestors.shape[1], cells.keys.shape[-1]
         own_q = q[:, :, members]
         scores = [to_trunk[:, :, members], to_self[:, :, members]]
         if K:
@@ -245,7 +245,7 @@ def attend_readers(
             scores.append((own_q.permute(2, 1, 0, 3) @ cells.keys).permute(2, 1, 0, 3))  # (B, H, G, P)
         joint = torch.cat(scores, dim=-1)
         if group.readable is not None:
-            joint[..., N + 1 :].masked_fill_(~group.readable, float("-inf"))
+            joint[..., N + 1 :].masked_fill_(~group.readable[:, : K + P], float("-inf"))
         weights = joint.softmax(dim=-1)
         w_trunk, w_self, w_above, w_cells = weights.split((N, 1, K, P), dim=-1)
         value = w_self * v[:, :, members]

@@ -24,7 +24,7 @@ from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.regimes import build_sweep
 from vit_memory.training.results import FitResult, setting_results
-from vit_memory.training.sweep import Setting
+from vit_memory.training.sweep import Setting, Sweep
 from vit_memory.training.trainer import Trainer
 from vit_memory.training.trunk_shape import TrunkShape
 
@@ -71,9 +71,6 @@ def fit(
     with thresholds chosen on the validation images; or smooth L1 and R².
     """
     recipe = recipe or Recipe.for_regimes((task.regime for task in tasks), train_branches=train_branches)
-    options, callbacks = options or TrainingOptions(), callbacks or Callbacks()
-    ranks = options.ranks
-    preprocessing = training_preprocessing(backbone, options.image_size)
     check_trainable(backbone, tasks, [*parents, *branches], train, validation)
     objective = objective_for(tasks[0], recipe, train, validation)
     grid = product(tasks, recipe.rates, recipe.weight_decays)
@@ -81,6 +78,15 @@ def fit(
     settings = [Setting(task, rate, decay, _branch_of(task, trainable)) for task, rate, decay in grid]
     frozen = TaskGraph(parents, () if train_branches else branches)
     sweep = build_sweep(backbone, settings, frozen, recipe, objective)
+    return train_sweep(sweep, train, validation, options or TrainingOptions(), callbacks or Callbacks())
+
+
+def train_sweep(
+    sweep: Sweep, train: Split, validation: Split, options: TrainingOptions, callbacks: Callbacks
+) -> FitResult:
+    """Train the settings of a sweep with its recipe: live or from a store, from the start or from a checkpoint."""
+    backbone, recipe, objective, ranks = sweep.backbone, sweep.recipe, sweep.objective, options.ranks
+    preprocessing = training_preprocessing(backbone, options.image_size)
     if isinstance(sweep, BranchSweep):
         threads = options.threads or torch.get_num_threads()
         with ranks.fail_together():
@@ -88,7 +94,7 @@ def fit(
     loaders = build_loaders(train, validation, preprocessing, recipe, options)
     source = batch_source(backbone, sweep, recipe, loaders, options.cache, ranks, callbacks.on_storage)
 
-    state = TrainingState.new(len(settings), options.threads or torch.get_num_threads())
+    state = TrainingState.new(len(sweep.settings), options.threads or torch.get_num_threads())
     checkpoint = None
     if options.checkpoint_path is not None:
         key = training_key(backbone, recipe, sweep, (train, validation), preprocessing, source.precision)

@@ -204,17 +204,25 @@ class TrunkSweep(MemorySweep):
             self._detached = _DetachedReaders(self._readers(leaf), tuple(pairs))
         return self._detached
 
+    def project_own_cells(self, i: int, cells: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (S, H, A/H) of the settings' cells (S, D) in block i."""
+        return project_cells(self.backbone.roles, self.backbone.roles.blocks[i], cells)
+
+    def place_in_block(self, i: int, memory: tuple[Memory, ...]) -> tuple[Memory, ...]:
+        """What the groups read in block i: all their cells."""
+        return memory
+
     def _readers(self, leaf: Callable[[Tensor], Tensor]) -> Readers:
         roles, dtype = self.backbone.roles, self.backbone.dtype
         tokens = torch.cat([self.tokens.values.to(dtype), self._parent_tokens])[self._order]
         memory = []
-        for block, cells, parents in zip(roles.blocks, self.cells.values.to(dtype), self._parent_cells, strict=True):
-            own = project_cells(roles, block, cells)
+        for i, (cells, parents) in enumerate(zip(self.cells.values.to(dtype), self._parent_cells, strict=True)):
+            own = self.project_own_cells(i, cells)
             keys, values = (
-                torch.cat([table, *(projected[i] for projected in parents)]).index_select(0, self._rows)
-                for i, table in enumerate(own)
+                torch.cat([table, *(projected[k] for projected in parents)]).index_select(0, self._rows)
+                for k, table in enumerate(own)
             )
-            placed = place_cells(self._layout, keys, values)
+            placed = self.place_in_block(i, place_cells(self._layout, keys, values))
             memory.append(tuple(Memory(leaf(group.keys), leaf(group.values)) for group in placed))
         gains, low_rank = self.reader_stacks.groups(self._positions, lambda values: leaf(values.to(dtype)))
         parent_gains, parent_low_rank = self._parent_groups
