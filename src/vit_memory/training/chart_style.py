@@ -66,9 +66,10 @@ def as_svg(figure: "Figure", description: str) -> str:
     svg = content.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
-    # Identifiers must be unique in the page, and every figure numbers its own from one.
-    prefix = "f" + hashlib.sha256((svg + description).encode()).hexdigest()[:8] + "-"
-    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}", svg)
+    # Identifiers must be unique in the page, and the same every time; matplotlib's are partly random.
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(re.findall(r'\bid="([^"]*)"', svg)))}
+    svg = re.sub(r'(\bid="|href="#|url\(#)([^")]*)', lambda found: f"{found[1]}ID{numbers.get(found[2], 0)}", svg)
+    svg = svg.replace("ID", "f" + hashlib.sha256((svg + description).encode()).hexdigest()[:8] + "-")
     for colour, variable in _VARIABLES.items():
         svg = svg.replace(colour, f"var({variable}, {colour})")
     view = re.search(r'viewBox="([^"]*)"', svg)
