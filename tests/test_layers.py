@@ -26,6 +26,7 @@ ONLY_IN = {
     "datasets": "data",
     "accelerate": "training",
     "tensorboard": "training",
+    "peft": "evaluation",
     "fastapi": "serving",
     "ray": "serving",
     "typer": "cli",

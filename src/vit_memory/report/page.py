@@ -69,7 +69,7 @@ def write_report(
         articles.append(_article(model, evaluated, shown, about, training))
     title = f"{pairs[0][1].task.name}: report" if len(pairs) == 1 else f"{len(pairs)} tasks on {about.data}: report"
     overview = _overview([evaluated for _, evaluated in pairs], about) if len(pairs) > 1 else Markup()
-    page = _page(title, join([overview, *articles, _bad_images(about.bad_images), _footer()]))
+    page = html_page(title, join([overview, *articles, _bad_images(about.bad_images), _footer()]))
     write_atomic(path, [page.encode("utf-8", "backslashreplace")])  # file names are bytes of any encoding
 
 
@@ -141,7 +141,8 @@ def _footer() -> Markup:
     return Markup("<footer>Written by vit-memory. The page needs no network and runs no scripts.</footer>")
 
 
-def _page(title: str, body: Markup) -> str:
+def html_page(title: str, body: Markup) -> str:
+    """A whole page around its body."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # nothing is loaded, no script runs
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">

@@ -1,0 +1,123 @@
+"""Tasks that arrive one after another: accuracy on the earlier ones over time, against full fine-tuning's forgetting.
+
+    vit-memory reproduce continual --data DATASETS --backbone BACKBONE
+
+The datasets arrive in their order. With memory and readers, each new task is attached beside the earlier ones. With
+full fine-tuning, the backbone that the previous task left is trained further, and the earlier heads are kept. To
+expect: with memory and readers, accuracy on every task is the same from its arrival on; with full fine-tuning, it
+falls with every further task.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vit_memory.backbone import Backbone
+from vit_memory.data.loading import Loader
+from vit_memory.data.transforms import EvalTransform
+from vit_memory.evaluation.reproduce.experiment import Experiment, Plan
+from vit_memory.evaluation.reproduce.methods import BOTH, FULL, Method, cells
+from vit_memory.evaluation.reproduce.runner import Runner, Training
+from vit_memory.evaluation.statistics import pack_bits
+from vit_memory.model import MemoryViT
+from vit_memory.outputs import Outputs
+from vit_memory.task import Task, new_task
+from vit_memory.training.callbacks import Callbacks
+from vit_memory.training.fit import fit
+from vit_memory.trunk import run_originals
+
+METHODS: tuple[Method, ...] = (cells(5), BOTH)
+
+
+def trainings(plan: Plan) -> list[Training]:
+    """Our tasks, and full fine-tuning on the first dataset and, for its rates, on the others."""
+    return plan.trainings(METHODS) + [one for one in plan.trainings((FULL,)) if one.seed == plan.scale.seeds[0]]
+
+
+def measure(runner: Runner, plan: Plan) -> None:
+    """Accuracy on every earlier task after each arrival. Full fine-tuning has one seed: a step costs twenty-fold."""
+    for method in (*METHODS, FULL):
+        for seed in plan.scale.seeds if method is not FULL else plan.scale.seeds[:1]:
+            chosen = [Training(dataset, method, seed, plan.scale.per_class) for dataset in plan.datasets]
+            records = runner.train(chosen)
+            identity = {
+                "kind": "continual",
+                "backbone": runner.backbone_name,
+                "method": method.name,
+                "tasks": len(chosen),
+                "seed": seed,
+            }
+            settings = {"trainings": [[record.identity, record.settings] for record in records]}
+            if runner.records.find(identity, settings) is not None:
+                continue
+            start = time.perf_counter()
+            if method is FULL:
+                rows = _fine_tune_in_turn(runner, chosen, [record.result["rate"] for record in records])
+            else:
+                rows = _attach_in_turn(runner, chosen)
+            runner.record(
+                identity, settings, {"order": list(plan.datasets), "after": rows}, time.perf_counter() - start
+            )
+
+
+def _attach_in_turn(runner: Runner, chosen: Sequence[Training]) -> list[dict[str, Any]]:
+    model = MemoryViT(runner.backbone)
+    rows = []
+    for count, training in enumerate(chosen, 1):
+        model.add(runner.load(training)[0])
+
+        def answer(images: Tensor, earlier: Training) -> Tensor:
+            outputs: Outputs = model(images)
+            return outputs[earlier.task_name]
+
+        rows.append(_score(runner, chosen[:count], answer))
+    return rows
+
+
+def _fine_tune_in_turn(runner: Runner, chosen: Sequence[Training], rates: Sequence[float]) -> list[dict[str, Any]]:
+    backbone, rows = runner.backbone, []
+    heads: dict[str, Task] = {}
+    for count, (training, rate) in enumerate(zip(chosen, rates, strict=True), 1):
+        backbone, heads[training.dataset] = _fine_tune(runner, backbone, training, rate)
+
+        def answer(images: Tensor, earlier: Training, backbone: Backbone = backbone) -> Tensor:
+            with torch.no_grad():
+                return heads[earlier.dataset].answer(run_originals(backbone.roles, images).feature)
+
+        rows.append(_score(runner, chosen[:count], answer))
+    return rows
+
+
+def _fine_tune(runner: Runner, backbone: Backbone, training: Training, rate: float) -> tuple[Backbone, Task]:
+    """Train the whole backbone further; returns it with the new head."""
+    images = runner.images(training)
+    recipe = replace(runner.scale.recipes["full"], seed=training.seed, learning_rates=(rate,))
+    task = new_task(backbone, "task", images.labels, regime="full")
+    callbacks = Callbacks(runner.on_progress, should_stop=runner.should_stop)
+    best = fit(
+        backbone, [task], images.train, images.validation, recipe, options=runner.options, callbacks=callbacks
+    ).best
+    assert best.backbone is not None
+    return best.backbone, best.task
+
+
+def _score(runner: Runner, chosen: Sequence[Training], answer: Any) -> dict[str, Any]:
+    """Accuracy on the test images of every task so far."""
+    row: dict[str, Any] = {}
+    for training in chosen:
+        test = runner.images(training).test
+        loader = Loader(test, EvalTransform(runner.preprocessing), 64, runner.options.workers)
+        parts = [
+            answer(runner.backbone.check_images(batch.images), training).argmax(1) == batch.targets
+            for batch in loader.batches()
+        ]
+        right = torch.cat(parts).numpy()
+        row[training.dataset] = {"test": float(right.mean()), "test_images": len(right), "right": pack_bits(right)}
+    return row
+
+
+CONTINUAL = Experiment("continual", "What happens to earlier tasks when new ones arrive?", trainings, measure)

@@ -1,0 +1,185 @@
+"""What an experiment will cost on this machine, from a short timing: before anyone spends a night.
+
+The timing needs neither the images nor the weights: costs depend on shapes only. The datasets of the paper have known
+sizes, and a backbone that is not at hand is timed with random weights of its shape.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from vit_memory.backbone import Backbone
+from vit_memory.branch import new_branch
+from vit_memory.data.sources import Dataset
+from vit_memory.data.splits import DRAWN_SHARE
+from vit_memory.data.transforms import view_size
+from vit_memory.evaluation.reproduce.lora import LoraModel
+from vit_memory.evaluation.reproduce.methods import Group, Method
+from vit_memory.evaluation.reproduce.runner import Training
+from vit_memory.evaluation.reproduce.scale import Scale
+from vit_memory.graph import TaskGraph
+from vit_memory.task import new_task
+from vit_memory.training.batch_plan import epochs
+from vit_memory.training.fit import training_preprocessing
+from vit_memory.training.recipe import Recipe
+from vit_memory.training.regimes import build_sweep
+from vit_memory.training.sweep import Setting
+from vit_memory.training.trunk_shape import TrunkShape
+from vit_memory.trunk import run_trunk
+
+_BATCH, _REPEATS = 8, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Images and classes of a dataset."""
+
+    train: int
+    validation: int
+    test: int
+    classes: int
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> "Counts":
+        """Of a dataset that is at hand."""
+        return cls(len(dataset.train), len(dataset.validation), len(dataset.test or ()), len(dataset.labels))
+
+    def per_class(self, count: int | None, most: int | None) -> "Counts":
+        """With at most so many training images per class, and `most` validation images."""
+        if count is None:
+            return self
+        most = most or count
+        return Counts(
+            min(self.train, count * self.classes), min(self.validation, most * self.classes), self.test, self.classes
+        )
+
+
+def _official(train: int, test: int, classes: int) -> Counts:
+    """With validation images drawn from the training images, and test images as well if there are none."""
+    if not test:
+        test = round(DRAWN_SHARE * train)
+        train -= test
+    validation = round(DRAWN_SHARE * train)
+    return Counts(train - validation, validation, test, classes)
+
+
+KNOWN_DATASETS: Mapping[str, Counts] = {
+    "cifar100": _official(50_000, 10_000, 100),
+    "inaturalist-2017": _official(579_184, 95_986, 5089),
+    "places365": _official(1_803_460, 36_500, 365),
+    "sun397": _official(108_754, 0, 397),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Seconds per image on this machine, on all its threads."""
+
+    forward: float  # the backbone's own pass
+    reading: float  # one more setting of a sweep, forward and backward
+    own_pass: Mapping[str, float]  # forward and backward of methods with a pass of their own, by method
+
+
+def time_backbone(backbone: Backbone, image_size: int | None, methods: Iterable[Method]) -> Seconds:
+    """Time a pass, a setting, and a step of every method with a pass of its own."""
+    size = view_size(training_preprocessing(backbone, image_size))
+    images = torch.randn(_BATCH, backbone.roles.channels, *size, device=backbone.device, dtype=backbone.dtype)
+    targets = torch.zeros(_BATCH, dtype=torch.long, device=backbone.device)
+    labels = [str(i) for i in range(10)]
+
+    def step(settings: Sequence[Setting]) -> Callable[[], object]:
+        sweep = build_sweep(backbone, settings, TaskGraph(), Recipe())
+        encoding = sweep.encode(images)
+        return lambda: sweep.backward(encoding, targets)
+
+    def memory(count: int) -> float:
+        return _median(step([Setting(new_task(backbone, "task", labels, cells=5), 0.1)] * count))
+
+    def own_pass(method: Method) -> float:
+        if method.group == "lora":
+            model = LoraModel(backbone, len(labels))
+            return _median(lambda: F.cross_entropy(model(images), targets).backward())
+        branch = None if method.blocks is None else new_branch(backbone, "branch", blocks=method.blocks)
+        task = new_task(backbone, "task", labels, branch=branch, **method.arguments)
+        return _median(step([Setting(task, 0.1, branch=branch)]))
+
+    forward = _median(lambda: run_trunk(backbone.roles, images))
+    one, five = memory(1), memory(5)
+    others = {method.name: own_pass(method) / _BATCH for method in methods if method.group not in _ONE_PASS}
+    return Seconds(forward / _BATCH, max(one / 5, (five - one) / 4) / _BATCH, others)
+
+
+_ONE_PASS: tuple[Group, ...] = ("memory", "reader", "variant")
+
+
+def _median(work: Callable[[], object]) -> float:
+    work()
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[_REPEATS // 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The cost of the trainings that run at once."""
+
+    dataset: str
+    methods: tuple[str, ...]
+    settings: int
+    passes: float  # of one image through the backbone, forward
+    hours: float
+    stored_bytes: int
+
+
+def estimate(
+    trainings: Sequence[Training],
+    scale: Scale,
+    is_search: Callable[[Training], bool],
+    counts: Mapping[str, Counts],
+    seconds: Seconds,
+    shape: TrunkShape,
+) -> list[Estimate]:
+    """One row for all trainings that share a pass, and one for every other."""
+    groups: dict[tuple[object, ...], list[Training]] = {}
+    for one in trainings:
+        alone = None if one.method.group in _ONE_PASS else one.method.name
+        recipe = scale.recipes[one.method.group]
+        groups.setdefault((one.dataset, one.label, one.seed, one.per_class, one.parents, recipe, alone), []).append(one)
+    return [_estimate_group(group, scale, is_search, counts, seconds, shape) for group in groups.values()]
+
+
+def _estimate_group(
+    group: Sequence[Training],
+    scale: Scale,
+    is_search: Callable[[Training], bool],
+    counts: Mapping[str, Counts],
+    seconds: Seconds,
+    shape: TrunkShape,
+) -> Estimate:
+    first = group[0]
+    recipe = scale.recipes[first.method.group]
+    images = counts[first.dataset].per_class(first.per_class, scale.per_class)
+    settings = sum(len(recipe.rates) if is_search(one) else 1 for one in group)
+    trained = recipe.steps * min(recipe.batch, images.train)  # images over all steps
+    evaluated = math.ceil(recipe.steps / recipe.evaluate_every) * images.validation
+    stored = 0
+    if first.method.group in _ONE_PASS:
+        forward = trained + evaluated
+        if recipe.fixed_views is not None:
+            rows = images.train * min(recipe.fixed_views, epochs(images.train, recipe)) + images.validation
+            if rows < forward:
+                forward, stored = rows, shape.bytes(rows, torch.float16)
+        spent = (forward + images.test) * seconds.forward + settings * (trained + evaluated / 3) * seconds.reading
+    else:
+        own = seconds.own_pass[first.method.name]
+        forward = settings * (trained + evaluated)
+        spent = settings * (trained * own + evaluated * seconds.forward) + images.test * seconds.forward
+    passes = forward + images.test
+    return Estimate(first.dataset, tuple(one.method.name for one in group), settings, passes, spent / 3600, stored)

@@ -1,0 +1,241 @@
+"""Sections about accuracy: the ladder of methods, every dataset, few images, ablations, architectures."""
+
+from collections.abc import Iterator, Sequence
+
+from vit_memory.evaluation.reproduce.ablations import CELLS
+from vit_memory.evaluation.reproduce.methods import PAPER_TABLE2, cells
+from vit_memory.report.document import Chart, Section, Table
+from vit_memory.report.experiments.charts import interval_chart, line_chart, scatter_chart
+from vit_memory.report.experiments.evidence import Comparison, Evidence, amount, percent, points
+
+# From the smallest change of the backbone's answer to the largest; the first group answers in one pass for all tasks.
+ORDER = (
+    "head",
+    "class",
+    "1 cell",
+    "2 cells",
+    "5 cells",
+    "10 cells",
+    "20 cells",
+    "50 cells",
+    "gains",
+    "rank 8",
+    "rank 8 + gains",
+    "rank 8 + gains + patches",
+    "branch of 1 block",
+    "branch of 2 blocks",
+    "branch of 3 blocks",
+    "branch of 4 blocks",
+    "branch of 6 blocks",
+    "branch of 12 blocks",
+    "5 cells, unmasked",
+    "LoRA",
+    "full",
+)
+LADDER = ("head", "class", "5 cells", "rank 8 + gains")  # then the branch of half of the blocks
+OWN_PASS = ("5 cells, unmasked", "LoRA", "full")
+_ABLATIONS = ("random class token", "after the norm", "half of the blocks", "propagated", "additive")
+
+
+def is_ablation(method: str) -> bool:
+    """Whether a method is only of interest among the ablations."""
+    return any(word in method for word in _ABLATIONS) or method in ("2 cells", "50 cells")
+
+
+def ladder_of(comparison: Comparison) -> list[str]:
+    """The steps of the ladder that were trained: head, class, memory, learned reader, branch of half of the blocks."""
+    branches = [name for name in comparison.methods(ORDER) if name.startswith("branch")]
+    half = branches[-2:-1] if len(branches) > 1 else branches
+    return [name for name in (*LADDER, *half) if comparison.of(name)]
+
+
+def main_sections(evidence: Evidence, paper: bool) -> Iterator[Section]:
+    """Accuracy of all methods: means, differences, every dataset, charts."""
+    comparison = evidence.trainings()
+    methods = [name for name in comparison.methods(ORDER) if not is_ablation(name)]
+    if not methods:
+        return
+    ladder = ladder_of(comparison)
+    datasets = comparison.shared_datasets(ladder)
+    yield _means(comparison, methods, ladder, datasets)
+    yield _by_dataset(comparison, methods, paper)
+    yield _charts(comparison, methods, datasets)
+
+
+def _means(comparison: Comparison, methods: Sequence[str], ladder: Sequence[str], datasets: Sequence[str]) -> Section:
+    means = {name: interval for name in methods if (interval := comparison.accuracy(name, datasets)) is not None}
+    rows = []
+    for name, mean in means.items():
+        step = ladder.index(name) if name in ladder else 0
+        above = comparison.difference(name, ladder[step - 1]) if step else None
+        to_memory = comparison.difference(name, "5 cells") if name != "5 cells" else None
+        rows.append(
+            (
+                name,
+                _passes(name),
+                amount(comparison.parameters(name)),
+                percent(mean),
+                "" if above is None else points(above.interval),
+                "" if to_memory is None else points(to_memory.interval),
+            )
+        )
+    titles = ("method", "passes for T tasks", "parameters", "accuracy, %", "against the step below", "against 5 cells")
+    return Section(
+        "Accuracy of every method",
+        (
+            f"Mean test accuracy over {', '.join(datasets)}, with 95 % bootstrap intervals over seeds and test images; "
+            f"differences on the same images and seeds. The steps are {' < '.join(ladder)}.",
+            Table(titles, tuple(rows), comparison.note(list(means))),
+            Chart(interval_chart("Mean test accuracy", means), f"Means of the table above; {len(datasets)} datasets."),
+        ),
+    )
+
+
+def _passes(method: str) -> str:
+    if method in OWN_PASS:
+        return "T"
+    if method.startswith("branch of "):
+        return f"1 + {method.split()[2]} blocks"
+    return "1"
+
+
+def _by_dataset(comparison: Comparison, methods: Sequence[str], paper: bool) -> Section:
+    datasets = comparison.datasets()
+    rows = []
+    for name in methods:
+        own = [percent(comparison.accuracy(name, [dataset])) for dataset in datasets]
+        rows.append((name, *own))
+        published = [PAPER_TABLE2.get(dataset, {}).get(name) for dataset in datasets]
+        if paper and any(published):
+            rows.append((f"{name}, the paper", *("–" if value is None else f"{value:.1f}" for value in published)))
+    return Section(
+        "Every dataset",
+        (
+            "Test accuracy in per cent, mean over seeds, with 95 % intervals.",
+            Table(("method", *datasets), tuple(rows), comparison.note(list(methods))),
+        ),
+    )
+
+
+def _charts(comparison: Comparison, methods: Sequence[str], datasets: Sequence[str]) -> Section:
+    means = {name: interval for name in methods if (interval := comparison.accuracy(name, datasets)) is not None}
+    sizes = {name: sum(comparison.parameters(name) or (0, 0)) / 2 for name in means}
+    dots = {name: (sizes[name], 100 * means[name].mean) for name in means}
+    parts: list[Chart] = [
+        Chart(
+            scatter_chart("Accuracy by trained parameters", "parameters", "test accuracy, %", dots),
+            "Mean test accuracy over the datasets by the number of trained parameters (mean over datasets).",
+        )
+    ]
+    shown = [name for name in (*ladder_of(comparison), *OWN_PASS) if name in means]
+    curves = {name: curve for name in shown if (curve := comparison.curve(name, datasets)) is not None}
+    if curves:
+        lines = {name: (steps, [100 * v for v in values]) for name, (steps, values) in curves.items()}
+        parts.append(
+            Chart(
+                line_chart("Learning curves", "step", "validation accuracy, %", lines),
+                "Validation accuracy by step, mean over datasets and seeds, at the learning rate that was chosen.",
+            )
+        )
+    return Section("Size and speed of learning", parts)
+
+
+def fewshot_section(evidence: Evidence) -> Section | None:
+    """Accuracy by training images per class."""
+    sizes = sorted({r.identity["per_class"] for r in evidence.of_kind("training") if r.identity["per_class"]})
+    if len(sizes) < 2:
+        return None
+    by_size = {size: evidence.trainings(size) for size in sizes}
+    smallest = by_size[sizes[0]]
+    methods = smallest.methods(ORDER)
+    datasets = smallest.shared_datasets(methods)
+    table, lines = [], {}
+    for name in methods:
+        intervals = {size: by_size[size].accuracy(name, datasets) for size in sizes}
+        table.append((name, *(percent(interval) for interval in intervals.values())))
+        known = [(size, 100 * interval.mean) for size, interval in intervals.items() if interval is not None]
+        lines[name] = ([float(size) for size, _ in known], [value for _, value in known])
+    chart = line_chart(
+        "Accuracy by images per class", "training images per class", "test accuracy, %", lines, log_x=True, ticks=sizes
+    )
+    return Section(
+        "Few images",
+        (
+            f"Mean test accuracy over {', '.join(datasets)} by the number of training images per class.",
+            Table(("method", *(str(size) for size in sizes)), tuple(table), smallest.note(methods)),
+            Chart(chart, "Mean test accuracy over the datasets; the number of images is logarithmic."),
+        ),
+    )
+
+
+def ablation_section(evidence: Evidence) -> Section | None:
+    """Variants of memory against five cells, and the number of cells."""
+    comparison = evidence.trainings()
+    variants = [name for name in comparison.methods() if is_ablation(name) and "cells," in name]
+    if not variants or not comparison.of("5 cells"):
+        return None
+    rows = []
+    for name in ("5 cells", *variants, *(n for n in ("5 cells, unmasked",) if comparison.of(n))):
+        against = comparison.difference(name, "5 cells") if name != "5 cells" else None
+        unmasked = comparison.difference(name, "5 cells, unmasked") if name in _unmasked(variants) else None
+        datasets = sorted({record.identity["dataset"] for record in comparison.of(name)})
+        rows.append(
+            (
+                name,
+                percent(comparison.accuracy(name, datasets)),
+                "" if against is None else points(against.interval),
+                "" if unmasked is None else points(unmasked.interval),
+                str(len(comparison.of(name))),
+            )
+        )
+    parts: list[str | Table | Chart] = [
+        Table(
+            ("memory", "accuracy, %", "against 5 cells, masked", "against 5 cells, unmasked", "trainings"),
+            tuple(rows),
+            comparison.note(["5 cells", *variants]),
+        )
+    ]
+    sizes = [(0, "class"), *((count, cells(count).name) for count in CELLS)]
+    trained = [(count, name) for count, name in sizes if comparison.of(name)]
+    shared = comparison.shared_datasets([name for _, name in trained])
+    means = [(count, comparison.accuracy(name, shared)) for count, name in trained]
+    lines = {
+        "masked memory": (
+            [float(count) for count, interval in means if interval],
+            [100 * interval.mean for _, interval in means if interval],
+        )
+    }
+    chart = line_chart("Accuracy by memory cells", "memory cells per block", "test accuracy, %", lines)
+    parts.append(
+        Chart(chart, "Mean test accuracy over the datasets by the number of cells; 0 is the class token alone.")
+    )
+    return Section("Which part of the method does what", parts)
+
+
+def _unmasked(variants: Sequence[str]) -> list[str]:
+    return [name for name in variants if "propagated" in name or "additive" in name]
+
+
+def architecture_section(every: Sequence[Evidence]) -> Section | None:
+    """The same methods on several backbones."""
+    if len(every) < 2:
+        return None
+    comparisons = {one.backbone: one.trainings() for one in every}
+    methods = [
+        name
+        for name in next(iter(comparisons.values())).methods(ORDER)
+        if all(comparison.of(name) for comparison in comparisons.values())
+    ]
+    shared = set.intersection(*(set(comparison.shared_datasets(methods)) for comparison in comparisons.values()))
+    if not methods or not shared:
+        return None
+    datasets = sorted(shared)
+    rows = tuple(
+        (name, *(percent(comparison.accuracy(name, datasets)) for comparison in comparisons.values()))
+        for name in methods
+    )
+    notes = " ".join(f"{name}: {comparison.note(methods)}" for name, comparison in comparisons.items())
+    return Section(
+        "Several backbones",
+        (f"Mean test accuracy over {', '.join(datasets)}.", Table(("method", *comparisons), rows, notes)),
+    )

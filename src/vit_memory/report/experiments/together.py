@@ -1,0 +1,205 @@
+"""Sections about several tasks: concatenation, extension, tasks that arrive one after another."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vit_memory.evaluation.reproduce.records import Record
+from vit_memory.evaluation.reproduce.runner import right_answers_of
+from vit_memory.evaluation.statistics import RightAnswers, accuracy, difference
+from vit_memory.report.document import Chart, Figure, Section, Table
+from vit_memory.report.elements import Markup, bold, join, picture
+from vit_memory.report.experiments.charts import line_chart
+from vit_memory.report.experiments.evidence import Evidence, commands, percent, points
+
+NAIVE = "5 cells, unmasked"
+
+
+def concatenation_section(evidence: Evidence) -> Section | None:
+    """Alone and together, masked and naive."""
+    records = evidence.of_kind("concatenation")
+    if not records:
+        return None
+    methods = list(dict.fromkeys(record.identity["method"] for record in records))
+    rows, costs = [], []
+    for method in sorted(methods, key=lambda name: name == NAIVE):
+        own = evidence.measured("concatenation", method)
+        datasets = list(own[0].result["datasets"])
+        alone, together = (
+            float(np.mean([[r.result["datasets"][d][key] for d in datasets] for r in own]))
+            for key in ("alone", "together")
+        )
+        masked = method != NAIVE
+        worst = max(r.result["datasets"][d].get("largest_difference", 0.0) for r in own for d in datasets)
+        others = sum(r.result["datasets"][d].get("other_answers", 0) for r in own for d in datasets)
+        identical = all(r.result.get("original_identical", False) for r in own)
+        rows.append(
+            (
+                method if masked else f"{method} (naive: no mask)",
+                str(own[0].identity["tasks"]),
+                f"{100 * alone:.1f}",
+                f"{100 * together:.1f}",
+                f"{worst:.1e}" if masked else "–",
+                str(others) if masked else "–",
+                ("yes" if identical else "NO") if masked else "no",
+            )
+        )
+        if masked:
+            cost = [r.result["cost"] for r in own]
+            low, high = min(c["quartiles"][0] for c in cost), max(c["quartiles"][1] for c in cost)
+            middle = float(np.median([c["of_plain_pass"] for c in cost]))
+            costs.append(
+                f"{method}: {middle:.2f} (quartiles {low:.2f} to {high:.2f}) for {cost[0]['tasks']} tasks on batches "
+                f"of {cost[0]['batch']} images"
+            )
+    images = sum(row["test_images"] for row in records[0].result["datasets"].values())
+    titles = ("method", "tasks", "alone, %", "together, %", "largest difference", "other answers", "original identical")
+    parts: list[str | Table | Chart] = [
+        "One task per dataset, trained apart. Alone: the task on its own. Together: beside all others in one model. "
+        "The largest difference is that of the logits; other answers counts test images whose class changed. The naive "
+        "way puts tasks that were trained without a mask into one sequence in which everything reads everything.",
+        Table(titles, tuple(rows), f"n = {images} test images per seed. {commands(records)}"),
+        f"One pass with all tasks, as a multiple of the library's own pass: {'; '.join(costs)}.",
+    ]
+    naive = evidence.measured("concatenation", NAIVE)
+    if naive:
+        datasets = list(naive[0].result["datasets"])
+        lines = {
+            d: (
+                [float(i + 1) for i in range(len(datasets))],
+                [100 * float(v) for v in np.mean([r.result["datasets"][d]["by_tasks"] for r in naive], axis=0)],
+            )
+            for d in datasets
+        }
+        chart = line_chart("Without a mask, tasks destroy each other", "tasks in the model", "test accuracy, %", lines)
+        parts.append(Chart(chart, "Accuracy of each task as others are added to the same sequence without a mask."))
+    return Section("Tasks trained apart, put together", parts)
+
+
+def extension_section(evidence: Evidence) -> Section | None:
+    """Tasks with parents against the same tasks without."""
+    every = [r for r in evidence.of_kind("training") if r.identity["label"] in (None, "label")]
+    extended = [r for r in every if r.identity["extends"]]
+    if not extended:
+        return None
+    rows = []
+    keys = dict.fromkeys((r.identity["dataset"], r.identity["method"], tuple(r.identity["extends"])) for r in extended)
+    for dataset, method, parents in keys:
+        own = [r for r in extended if _key(r) == (dataset, method, parents)]
+        plain = [r for r in every if _key(r) == (dataset, method, ())]
+        marked = [_renamed(r, "extended") for r in own] + [_renamed(r, "alone") for r in plain]
+        gain = difference(marked, "extended", "alone")
+        rows.append(
+            (
+                f"{dataset}, {method}",
+                " and ".join(parents),
+                percent(accuracy(marked, "alone")),
+                percent(accuracy(marked, "extended")),
+                "–" if gain is None else points(gain.interval),
+                str(0 if gain is None else gain.pairs),
+            )
+        )
+    titles = ("task", "extends", "without parents, %", "extended, %", "difference", "pairs")
+    return Section(
+        "Tasks built on one another",
+        (
+            "A chain: fine labels on coarse ones. A diamond: fine labels on two tasks that both extend a third.",
+            Table(titles, tuple(rows), commands(extended)),
+        ),
+    )
+
+
+def _key(record: Record) -> tuple[str, str, tuple[str, ...]]:
+    return record.identity["dataset"], record.identity["method"], tuple(record.identity["extends"])
+
+
+def _renamed(record: Record, name: str) -> RightAnswers:
+    one = right_answers_of(record)
+    return RightAnswers(one.dataset, name, one.seed, one.right)
+
+
+def continual_section(evidence: Evidence) -> Section | None:
+    """Accuracy on earlier tasks as new ones arrive."""
+    records = evidence.of_kind("continual")
+    if not records:
+        return None
+    methods = list(dict.fromkeys(record.identity["method"] for record in records))
+    order = records[0].result["order"]
+    rows, first, mean = [], {}, {}
+    for method in methods:
+        own = evidence.measured("continual", method)
+        first[method] = _over_time(own, order[:1], len(order))
+        mean[method] = _over_time(own, order, len(order))
+        last = [float(np.mean([r.result["after"][-1][d]["test"] for r in own])) for d in order]
+        arrival = [float(np.mean([r.result["after"][i][d]["test"] for r in own])) for i, d in enumerate(order)]
+        lost = [100 * (a - b) for a, b in zip(arrival, last, strict=True)]
+        rows.append(
+            (
+                method,
+                f"{100 * np.mean(arrival):.1f}",
+                f"{100 * np.mean(last):.1f}",
+                f"{np.mean(lost):.1f}",
+                f"{max(lost):.1f}",
+                ", ".join(str(record.identity["seed"]) for record in own),
+            )
+        )
+    titles = ("method", "at arrival, %", "at the end, %", "forgotten, points", "most", "seeds")
+    steps = [float(i + 1) for i in range(len(order))]
+    return Section(
+        "Tasks that arrive one after another",
+        (
+            f"The order is {', '.join(order)}. At arrival: accuracy on each task when it was the newest, mean over "
+            f"tasks. At the end: on the same tasks after the last one arrived.",
+            Table(titles, tuple(rows), commands(records)),
+            Chart(
+                line_chart(
+                    f"The first task ({order[0]})",
+                    "tasks so far",
+                    "test accuracy, %",
+                    {method: (steps, values) for method, values in first.items()},
+                ),
+                "Accuracy on the first task after every arrival.",
+            ),
+            Chart(
+                line_chart(
+                    "All tasks so far",
+                    "tasks so far",
+                    "test accuracy, %",
+                    {method: (steps, values) for method, values in mean.items()},
+                ),
+                "Mean accuracy over the tasks that have arrived.",
+            ),
+        ),
+    )
+
+
+def _over_time(records: Sequence[Record], datasets: Sequence[str], count: int) -> list[float]:
+    """Per cent after each arrival: mean over seeds and over those of the datasets that have arrived."""
+    return [
+        100
+        * float(
+            np.mean([row[d]["test"] for r in records for row in (r.result["after"][i],) for d in row if d in datasets])
+        )
+        for i in range(count)
+    ]
+
+
+def example_section(evidence: Evidence) -> Section | None:
+    """Test images with the answers of every task, and where one of them looked."""
+    records = evidence.of_kind("examples")
+    if not records:
+        return None
+    figures = []
+    for example in records[0].result["examples"]:
+        answers = [join([f"{task}: ", bold(answer), f" {100 * p:.0f} %. "]) for task, answer, p in example["answers"]]
+        caption = join([bold(example["label"]), Markup("<br>"), *answers])
+        figures.append(Figure(picture(example["image"], caption, example["task"], example["attention"])))
+    return Section(
+        "One image, one pass, every task",
+        (
+            "Test images that were drawn at random. Every task answers on every image, also where the question makes "
+            "no sense. Right of each image: the attention of the class token of the task that is named below it, in "
+            "the last block.",
+            *figures,
+        ),
+    )
