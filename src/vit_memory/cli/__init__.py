@@ -18,6 +18,7 @@ from vit_memory.cli import (
     train,
     verify,
 )
+from vit_memory.cli.options import GroupedHelp
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -29,8 +30,8 @@ def about() -> None:
 
 app.command("demo")(demo.demo)
 app.command("data")(data.data)
-app.command("train")(train.train)
-app.command("evaluate")(evaluate.evaluate)
+app.command("train", cls=GroupedHelp)(train.train)
+app.command("evaluate", cls=GroupedHelp)(evaluate.evaluate)
 app.command("predict")(predict.predict)
 app.command("verify")(verify.verify)
 app.command("reproduce")(reproduce.reproduce)

@@ -24,16 +24,15 @@ DECODED_AT_MOST = 20_000  # images that are decoded before a training: half a mi
 NOUNS = {"single-label": ("class", "classes"), "multi-label": ("label", "labels"), "regression": ("value", "values")}
 
 
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="DATA",
-        show_default=False,
-        help="A folder of class folders (or of train/, val/, test/ with such), a table (.csv, .tsv, .jsonl) "
-        "with file and label, several labels or values, "
-        "an .npz, a folder of IDX files, .parquet, hf:<dataset>[:config], digits, or the name of a known dataset.",
-    ),
-]
+_SOURCE = typer.Argument(
+    metavar="DATA",
+    show_default=False,
+    help="A folder of class folders (or of train/, val/, test/ with such), a table (.csv, .tsv, .jsonl) "
+    "with file and label, several labels or values, "
+    "an .npz, a folder of IDX files, .parquet, hf:<dataset>[:config], digits, or the name of a known dataset.",
+)
+Source = Annotated[str, _SOURCE]
+OptionalSource = Annotated[str | None, _SOURCE]  # where another option can name it too
 DataDir = Annotated[Path | None, typer.Option(help="Folder of a named dataset, unpacked.", show_default=False)]
 Download = Annotated[bool, typer.Option("--download", help="Download a named dataset to --data-dir with torchvision.")]
 ImageColumn = Annotated[str | None, typer.Option(help="Column of a table with the images.  [default: file or image]")]
@@ -98,11 +97,27 @@ def data(
     as_json: Annotated[
         bool, typer.Option("--json", help="JSON, with all classes and bad files, instead of text.")
     ] = False,
+    write_labels: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the labels, one per line, in the order of their class numbers."),
+    ] = None,
 ) -> None:
     """Check images before training: classes, splits, sizes, bad files."""
     show_log()
-    summary = summarise_images(options.open(source, seed), check)
+    dataset = options.open(source, seed)
+    if write_labels is not None:
+        _write_labels(write_labels, dataset.labels)
+    summary = summarise_images(dataset, check)
     typer.echo(json.dumps(summary.as_json(), indent=2, ensure_ascii=False) if as_json else page(summary))
+
+
+def _write_labels(path: Path, labels: Sequence[str]) -> None:
+    from vit_memory.atomic import write_atomic
+    from vit_memory.errors import FileError
+
+    if path.exists():
+        raise FileError(f"{path}: exists already; nothing was written. Use another name.")
+    write_atomic(path, [f"{label}\n".encode() for label in labels])
 
 
 def column_names(option: str | None, default: tuple[str, ...] = ("label",)) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """vit-memory evaluate: score trained tasks on labelled images."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +12,7 @@ from vit_memory.choices import SplitName
 from vit_memory.cli.data import DataOptions, OnBadImageOption, Seed
 from vit_memory.cli.models import ComputeOptions, ModelOptions
 from vit_memory.cli.options import spread_options
+from vit_memory.cli.options_2023 import DATASETS_2023, EvaluateOptions2023
 from vit_memory.cli.progress import show_log, typed_command
 from vit_memory.cli.score_pages import page
 
@@ -26,7 +27,13 @@ if TYPE_CHECKING:
 class ScoredImages:
     """The images to score on."""
 
-    data: Annotated[str, typer.Option(help="Labelled images: DATA as in vit-memory data.", show_default=False)]
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Labelled images: DATA as in vit-memory data.  [required, unless --models-list is given]",
+            show_default=False,
+        ),
+    ] = None
     split: Annotated[SplitName, typer.Option(help="The images of DATA to score on.")] = "test"
     on_bad_image: OnBadImageOption = "fail"
     seed: Seed = 0
@@ -34,7 +41,9 @@ class ScoredImages:
 
 @spread_options
 def evaluate(
-    sources: Annotated[list[Path], typer.Argument(metavar="TASK|BUNDLE", help="Task files or bundle folders.")],
+    sources: Annotated[
+        list[Path] | None, typer.Argument(metavar="TASK|BUNDLE", help="Task files or bundle folders.")
+    ] = None,
     *,
     images: ScoredImages,
     data: DataOptions,
@@ -44,6 +53,7 @@ def evaluate(
     report: Annotated[
         Path | None, typer.Option(metavar="PAGE.html", help="Also write a page: charts, mistakes, example pictures.")
     ] = None,
+    as_2023: EvaluateOptions2023,
 ) -> None:
     """Score tasks on labelled images, all tasks in one pass.
 
@@ -51,18 +61,55 @@ def evaluate(
     and recall. Regression: MAE, RMSE and R². By default every task is scored with the columns and the kind that it was
     trained with. Tasks whose labels the images do not have are left out, unless they are named with --task.
     """
+    models = as_2023.models(sources or [])
+    data, compute = as_2023.data_options(data), as_2023.compute_options(compute)
+    if models:
+        _check_with_models(models, images, model, report)
+    elif not sources or images.data is None:
+        raise typer.BadParameter("give the task files or bundles to score, and the images to score them on: --data.")
     if report is not None:
         _check_writable(report)
     show_log()
     compute.limit_threads()
-    opened = model.open(sources)
-    tasks = [opened.tasks[name] for name in model.task or opened.tasks]
-    results = _Evaluation(opened, images, data, compute, named=bool(model.task)).run(tasks)
-    for name, reason in results.not_scored.items():
-        typer.echo(f"not scored: {name}. {reason}", err=True)
+    opened = model.open(list(models.values()) or sources or [])
+    if models:
+        jobs = [(DATASETS_2023[name], [opened.tasks[_task_name(file)]]) for name, file in models.items()]
+    else:
+        jobs = [(str(images.data), [opened.tasks[name] for name in model.task or opened.tasks])]
+    as_2023.check_cells([task for _, tasks in jobs for task in tasks])
+    named = bool(model.task or models)
+    scored = [_Evaluation(opened, source, images, data, compute, named=named).run(tasks) for source, tasks in jobs]
+    for results in scored:
+        for name, reason in results.not_scored.items():
+            typer.echo(f"not scored: {name}. {reason}", err=True)
     if report is not None:
-        _write_report(report, opened, results, images.split)
-    typer.echo(results.as_json(images) if as_json else "\n\n".join(results.sections))
+        _write_report(report, opened, scored[0], images.split)
+    if as_json:
+        records = [results.as_json(source, images.split) for results, (source, _) in zip(scored, jobs, strict=True)]
+        typer.echo(json.dumps(records if models else records[0], indent=2, ensure_ascii=False))
+    else:
+        typer.echo("\n\n".join(section for results in scored for section in results.sections))
+
+
+def _check_with_models(
+    models: Mapping[str, Path], images: ScoredImages, model: ModelOptions, report: Path | None
+) -> None:
+    """Refuse options that do not go with --models-list."""
+    if images.data is not None:
+        raise typer.BadParameter(
+            f"--models-list scores every model on its own dataset. To score them on {images.data}: vit-memory evaluate "
+            f"{' '.join(map(str, models.values()))} --data {images.data}"
+        )
+    if model.task or model.rename:
+        raise typer.BadParameter("--models-list names the tasks already; leave --task and --rename out.")
+    if report is not None and len(models) > 1:
+        raise typer.BadParameter("--report is a page about one dataset; name one model at a time.")
+
+
+def _task_name(file: Path) -> str:
+    from vit_memory.files.taskfile import load_task
+
+    return load_task(file).name
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +122,9 @@ class _Results:
     skipped: dict[str, str] = field(default_factory=dict)  # reasons by image
     not_scored: dict[str, str] = field(default_factory=dict)  # reasons by task
 
-    def as_json(self, images: ScoredImages) -> str:
+    def as_json(self, source: str, split: SplitName) -> dict[str, Any]:
         skipped = [{"image": name, "reason": reason} for name, reason in self.skipped.items()]
-        record = {"data": images.data, "split": images.split, "skipped": skipped, "tasks": self.scores}
-        return json.dumps(record, indent=2, ensure_ascii=False)
+        return {"data": source, "split": split, "skipped": skipped, "tasks": self.scores}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +132,7 @@ class _Evaluation:
     """Scores tasks in groups: one group per kind and label columns, as each needs the data opened in its own way."""
 
     model: "Model"
+    source: str  # DATA
     images: ScoredImages
     data: DataOptions
     compute: ComputeOptions
@@ -115,7 +162,7 @@ class _Evaluation:
     def _open(self, group: "Sequence[Task]") -> "Dataset":
         kinds = {task.kind for task in group}
         return self.data.open(
-            self.images.data,
+            self.source,
             self.images.seed,
             columns=_columns(group[0]) if self._own_columns else ("label",),
             kind=kinds.pop() if len(kinds) == 1 else "auto",
@@ -129,9 +176,7 @@ class _Evaluation:
 
         name = self.images.split
         if name not in dataset.splits:
-            raise typer.BadParameter(
-                f"{name}: {self.images.data} has {', '.join(dataset.splits)}.", param_hint="--split"
-            )
+            raise typer.BadParameter(f"{name}: {self.source} has {', '.join(dataset.splits)}.", param_hint="--split")
         split = dataset.splits[name]
         reasons = {task.name: why_not_scored(task, split, dataset.labels) for task in group}
         results.not_scored.update({task: reason for task, reason in reasons.items() if reason})
@@ -144,7 +189,7 @@ class _Evaluation:
             split,
             dataset.labels,
             names,
-            batch=self.compute.batch,
+            batch=self.compute.images_per_pass,
             workers=self.compute.loader_processes,
             threads=self.compute.threads,
             skipped=skipped if self.images.on_bad_image == "skip" else None,
@@ -153,7 +198,7 @@ class _Evaluation:
         results.evaluated.append((dataset, evaluated))
         results.scores.update({task: one.scores.as_json() for task, one in evaluated.items()})
         bad = f", {len(skipped)} bad ones skipped" if skipped else ""
-        results.sections.append(f"{self.images.data}, {name}: {len(split) - len(skipped)} images{bad}")
+        results.sections.append(f"{self.source}, {name}: {len(split) - len(skipped)} images{bad}")
         results.sections.extend(page(task, one.scores) for task, one in evaluated.items())
 
     def _column_hint(self, tasks: "Sequence[Task]") -> str:

@@ -35,7 +35,7 @@ class ModelOptions:
 class ComputeOptions:
     """How images are loaded and computed."""
 
-    batch: Annotated[int, typer.Option(min=1, help="Images per forward pass.")] = 64
+    batch: Annotated[int | None, typer.Option(min=1, help="Images per forward pass.  [default: 64]")] = None
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes that load images.  [default: one per core, at most 8]")
     ] = None
@@ -46,6 +46,11 @@ class ComputeOptions:
         from vit_memory.parallel import limit_threads
 
         limit_threads(self.threads)
+
+    @property
+    def images_per_pass(self) -> int:
+        """`--batch`, or 64."""
+        return 64 if self.batch is None else self.batch
 
     @property
     def loader_processes(self) -> int:

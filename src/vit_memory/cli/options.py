@@ -8,7 +8,8 @@
     @spread_options
     def predict(path: Path, sizes: Sizes) -> None: ...  # vit-memory predict PATH --batch 64
 
-So an option is written once, where its value is defined, however many commands take it.
+So an option is written once, where its value is defined, however many commands take it. `GroupedHelp` prints options
+with a `rich_help_panel` in a section of their own.
 """
 
 import functools
@@ -16,6 +17,25 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_type_hints
+
+from typer.core import TyperCommand
+
+
+class GroupedHelp(TyperCommand):
+    """A command whose help has a section for every `rich_help_panel`, below the other options."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the sections; typer itself writes them only with rich."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                default = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 def spread_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -52,7 +52,7 @@ def predict(
         opened,
         inference.image_files(images),
         [task.name for task in tasks],
-        batch=compute.batch,
+        batch=compute.images_per_pass,
         workers=0 if single_file else compute.loader_processes,
         threads=compute.threads,
     ):

@@ -10,8 +10,9 @@ import typer
 
 from vit_memory.choices import OnBadImage, PrecisionOrAuto
 from vit_memory.cli.branch_options import BranchOptions
-from vit_memory.cli.data import DataOptions, Source, page, summarise_images
+from vit_memory.cli.data import DataOptions, OptionalSource, page, summarise_images
 from vit_memory.cli.options import spread_options
+from vit_memory.cli.options_2023 import TrainOptions2023
 from vit_memory.cli.progress import TrainingProgress, show_log, stopping, typed_command
 from vit_memory.cli.settings_table import print_settings
 from vit_memory.cli.train_options import (
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 @spread_options
 def train(
-    source: Source,
+    source: OptionalSource = None,
+    *,
     run: RunOptions,
     grid: GridOptions,
     branch: BranchOptions,
@@ -44,6 +46,7 @@ def train(
     cache: CacheOptions,
     machine: MachineOptions,
     data: DataOptions,
+    as_2023: TrainOptions2023,
 ) -> None:
     """Train a task on DATA and write it, with its log and checkpoint, to a folder.
 
@@ -60,16 +63,22 @@ def train(
     from vit_memory.training.ranks import init_ranks
     from vit_memory.training.runs import train_run
 
-    check_name(run.name)
+    source, run, data = as_2023.source(source), as_2023.run_options(run), as_2023.data_options(data)
+    name, recipe = run.task_name, as_2023.recipe_options(recipe)
+    check_name(name)
     show_log()
     limit_threads(machine.threads)
-    plan = _plan(run, grid, branch, recipe)
+    plan = _plan(run, as_2023.grid_options(grid), branch, recipe)
     backbone_name = run.backbone or ("bundled" if plan.branch is None else plan.branch.backbone.name)
     ranks = init_ranks(machine.device)
     dataset = data.open(source, recipe.seed)
     with ranks.fail_together():
         if ranks.is_main:
             show_and_check(dataset, source, machine.on_bad_image)
+    plan = as_2023.plan(plan, dataset, recipe.evaluate_every)
+    if ranks.is_main:
+        for note in as_2023.notes(run, plan, dataset):
+            typer.echo(note, err=True)
     device = ranks.device(machine.device)
     backbone = load_backbone(backbone_name, device=device, dtype=backbone_dtype(machine.precision, machine.device))
     options = machine.build(cache.build(), ranks, resume=run.resume)
@@ -77,11 +86,11 @@ def train(
         run.folder, ranks, lambda callbacks: train_run(run.folder, backbone, dataset, plan, options, callbacks)
     )
     if ranks.is_main:
-        file = run.folder / f"{run.name}.safetensors"
+        file = run.folder / f"{name}.safetensors"
         print_settings(result)
         typer.echo(f"\n{file}: {result.best.setting.name}, {file.stat().st_size / 1000:.0f} kB")
         if result.best.branch is not None:
-            path = branch_file(run.folder, run.name)
+            path = branch_file(run.folder, name)
             typer.echo(f"{path}: {result.best.branch.method}, {path.stat().st_size / 1000:.0f} kB")
         if run.report:
             _write_report(run.folder, backbone, dataset, result, plan, options)
@@ -148,7 +157,7 @@ def _plan(run: RunOptions, grid: GridOptions, branch: BranchOptions, recipe: Rec
     files, task_grid = run.extends or [], grid.build(branch.build())
     parents = collect([*files, *([branch.branch] if files and branch.branch is not None else [])])
     return TrainingPlan(
-        run.name,
+        run.task_name,
         task_grid,
         recipe.build(task_grid),
         parents=tuple(parents.tasks),

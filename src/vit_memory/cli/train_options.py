@@ -100,7 +100,9 @@ def _same_named(options: Any, target: type) -> dict[str, Any]:
 class RunOptions:
     """The task, and the folder of the run."""
 
-    name: Annotated[str, typer.Option(help="Name of the task.", show_default=False)]
+    name: Annotated[
+        str | None, typer.Option(help="Name of the task.  [required, unless --dataset is given]", show_default=False)
+    ] = None
     out: Annotated[Path | None, typer.Option(help="Folder of the run.  [default: runs/NAME]")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the folder.")] = False
     backbone: Annotated[
@@ -122,7 +124,14 @@ class RunOptions:
     @property
     def folder(self) -> Path:
         """The folder of the run."""
-        return self.out or Path("runs") / self.name
+        return self.out or Path("runs") / self.task_name
+
+    @property
+    def task_name(self) -> str:
+        """The name, which has to be given."""
+        if self.name is None:
+            raise typer.BadParameter("give the task a name.", param_hint="--name")
+        return self.name
 
 
 @dataclass(frozen=True)

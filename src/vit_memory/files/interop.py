@@ -2,9 +2,11 @@
 
 Such a file is the state dict of a `MemoryCapableViT` on transformers 4: the backbone, its class tokens (0 is the
 original one), memory per layer and task, one classifier per class token, and the additive attention mask. Only the
-mask tells concatenation from extension. Memory skips the norm in that model, so the tasks have raw memory.
+mask tells concatenation from extension. Memory skips the norm in that model, so the tasks have raw memory. Its images
+were resized and not normalised, so the tasks say so, whatever the backbone's own preprocessing is.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from vit_memory.backbone import Backbone
 from vit_memory.errors import BackboneMismatch, DamagedFile, FileError, UnsafeFile
+from vit_memory.preprocessing import Preprocessing
 from vit_memory.task import Task, TaskRecord
 
 _LAYER = "vit.encoder.layer.{i}."
@@ -84,8 +87,15 @@ def _task(
         parents=tuple(parent.name for parent in parents),
         parent_digests={parent.name: parent.digest for parent in parents},
         raw_memory=True,
-        record=TaskRecord(preprocessing=backbone.preprocessing),
+        record=TaskRecord(preprocessing=_preprocessing(state)),
     )
+
+
+def _preprocessing(state: Mapping[str, Tensor]) -> Preprocessing:
+    """torchvision's Resize((side, side)) and ToTensor, as that code prepares images; the side is that of the model."""
+    patches = state["vit.embeddings.position_embeddings"].shape[1] - 1
+    side = math.isqrt(patches) * state["vit.embeddings.patch_embeddings.projection.weight"].shape[-1]
+    return Preprocessing((side, side), None, (0.0,) * 3, (1.0,) * 3, "bilinear", "pillow")
 
 
 def _load(path: Path) -> dict[str, Tensor]:

@@ -22,8 +22,7 @@ def plan_batches(images: int, recipe: Recipe, start: int, ranks: Ranks) -> Itera
 
     Every epoch has its own order and its own view: the epoch's number, modulo the number of fixed views if there are.
     """
-    size = min(recipe.batch, images)
-    per_epoch = math.ceil(images / size)
+    size, per_epoch = min(recipe.batch, images), steps_per_epoch(images, recipe)
     for step in range(start, recipe.steps):
         epoch, batch = divmod(step, per_epoch)
         if step == start or batch == 0:
@@ -34,6 +33,11 @@ def plan_batches(images: int, recipe: Recipe, start: int, ranks: Ranks) -> Itera
         yield PlannedBatch(view, [i for i in indices if i % ranks.world_size == ranks.rank])
 
 
+def steps_per_epoch(images: int, recipe: Recipe) -> int:
+    """How many steps use every image once; the last one of them may have fewer images."""
+    return math.ceil(images / min(recipe.batch, images))
+
+
 def epochs(images: int, recipe: Recipe) -> int:
     """How many epochs a training begins."""
-    return math.ceil(recipe.steps / math.ceil(images / min(recipe.batch, images)))
+    return math.ceil(recipe.steps / steps_per_epoch(images, recipe))

@@ -60,6 +60,10 @@ class TrainingPlan:
         """The parents it extends directly."""
         return [task for task in self.parents if task.name in self.extends]
 
+    def train_split(self, dataset: Dataset) -> Split:
+        """The images that are trained on."""
+        return dataset.train if self.per_class is None else dataset.train.per_class(self.per_class, self.recipe.seed)
+
     @property
     def frozen_branches(self) -> list[Branch]:
         """All branches that the training reads."""
@@ -83,7 +87,7 @@ def train_run(
     check_run_name(plan.name)
     options = replace(options, checkpoint=check_folder(folder, resume=options.resume))
     tasks, branches = _tasks_and_branches(backbone, dataset, plan)
-    train = dataset.train if plan.per_class is None else dataset.train.per_class(plan.per_class, plan.recipe.seed)
+    train = plan.train_split(dataset)
     config = _config(backbone, dataset, train, plan, options.image_size)
     if options.resume:
         options = _with_first_storage(options, read_config(folder / "config.json", config))

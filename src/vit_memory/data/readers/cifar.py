@@ -11,7 +11,6 @@ import numpy as np
 from vit_memory.data.images import ImageArray
 from vit_memory.data.readers.base import RawDataset, RawSplit
 from vit_memory.data.readers.paths import first_existing
-from vit_memory.errors import DataError
 
 _PIXELS = 3 * 32 * 32
 _ALLOWED_GLOBALS = {  # what the official batches refer to
@@ -90,13 +89,16 @@ def _read(data_dir: Path, version: _Version) -> RawDataset:
 
 def _read_pickle(path: Path, version: _Version) -> tuple[np.ndarray, Sequence[int]]:
     batch = _unpickle(path)
-    return batch[b"data"], batch[version.label_key]
+    rows, labels = batch[b"data"], batch[version.label_key]
+    if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != (len(labels), _PIXELS):
+        raise ValueError(f"{path}: not a CIFAR batch (expected {len(labels)} rows of {_PIXELS} bytes)")
+    return rows, labels
 
 
 def _read_binary(path: Path, version: _Version) -> tuple[np.ndarray, Sequence[int]]:
     raw, row_bytes = np.fromfile(path, np.uint8), version.label_bytes + _PIXELS
     if len(raw) % row_bytes:
-        raise DataError(f"{path}: {len(raw)} bytes; expected rows of {row_bytes} bytes. The file is incomplete.")
+        raise ValueError(f"{path}: {len(raw)} bytes, not a multiple of {row_bytes}; the file is cut off")
     rows = raw.reshape(-1, row_bytes)
     return rows[:, version.label_bytes :], rows[:, version.label_bytes - 1].tolist()
 
@@ -115,5 +117,5 @@ def _unpickle(path: Path) -> Mapping[bytes, Any]:
         try:
             batch: Mapping[bytes, Any] = _RestrictedUnpickler(file, encoding="bytes").load()
         except (pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError) as error:
-            raise DataError(f"{path}: not a CIFAR batch ({error}).") from error
+            raise ValueError(f"{path}: not a CIFAR batch ({error})") from error
     return batch

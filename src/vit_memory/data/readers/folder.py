@@ -7,6 +7,7 @@ from pathlib import Path
 from vit_memory.data.decoding import EXTENSIONS
 from vit_memory.data.images import ImageFiles
 from vit_memory.data.readers.base import SPLIT_NAMES, DataSource, RawDataset, RawSplit, Reader
+from vit_memory.data.readers.paths import missing
 from vit_memory.errors import DataError
 
 
@@ -47,6 +48,16 @@ def read_class_folders(folder: Path, ignored: list[str]) -> RawSplit:
                 else:
                     ignored.append(str(path))
     return RawSplit(ImageFiles(tuple(paths)), labels)
+
+
+def read_train_and_test(train: Path, test: Path, ignored: list[str]) -> dict[str, RawSplit]:
+    """Read two folders of the same classes; raises FileNotFoundError for a class that only one of them has."""
+    splits = {"train": read_class_folders(train, ignored), "test": read_class_folders(test, ignored)}
+    classes = {name: set(split.labels) for name, split in splits.items()}
+    for folder, absent in ((train, classes["test"] - classes["train"]), (test, classes["train"] - classes["test"])):
+        if absent:
+            raise missing(f"images in {len(absent)} class folders of {folder}, the first {min(absent)}")
+    return splits
 
 
 def _files_below(folder: Path) -> Iterator[Path]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vit_memory.data.images import ImageFiles
 from vit_memory.data.readers.base import RawDataset, RawSplit
-from vit_memory.data.readers.folder import read_class_folders
+from vit_memory.data.readers.folder import read_class_folders, read_train_and_test
 from vit_memory.data.readers.paths import first_existing
 from vit_memory.errors import DataError
 
@@ -19,12 +19,11 @@ def read_imagenet(folder: Path) -> RawDataset:
     """
     images_folder = folder / "ILSVRC/Data/CLS-LOC" if (folder / "ILSVRC").exists() else folder
     ignored: list[str] = []
-    train = read_class_folders(first_existing(images_folder, "train"), ignored)
-    val_folder = first_existing(images_folder, "val")
+    train_folder, val_folder = first_existing(images_folder, "train"), first_existing(images_folder, "val")
     if any(child.is_dir() for child in val_folder.iterdir()):
-        test = read_class_folders(val_folder, ignored)
-    else:
-        test = _read_flat(val_folder, _validation_synsets(folder), folder)
+        return RawDataset("named", read_train_and_test(train_folder, val_folder, ignored), ignored=ignored)
+    train = read_class_folders(train_folder, ignored)
+    test = _read_flat(val_folder, _validation_synsets(folder), folder)
     return RawDataset("named", {"train": train, "test": test}, ignored=ignored)
 
 

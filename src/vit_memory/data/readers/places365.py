@@ -4,10 +4,9 @@ test split.
 
 from pathlib import Path
 
-from vit_memory.data.images import ImageFiles
 from vit_memory.data.readers.base import RawDataset, RawSplit
-from vit_memory.data.readers.folder import read_class_folders
-from vit_memory.data.readers.paths import first_existing, text_lines
+from vit_memory.data.readers.folder import read_train_and_test
+from vit_memory.data.readers.paths import first_existing, listed_images, text_lines
 
 _LISTS = (  # split, file list, folders the images may be in
     ("train", "places365_train_standard.txt", ("data_256_standard", "data_256", "data_large_standard", "data_large")),
@@ -21,10 +20,7 @@ def read_places365(folder: Path) -> RawDataset:
     if standard.exists() or (folder / "train").is_dir():
         home = standard if standard.exists() else folder
         ignored: list[str] = []
-        splits = {
-            "train": read_class_folders(first_existing(home, "train"), ignored),
-            "test": read_class_folders(first_existing(home, "val"), ignored),
-        }
+        splits = read_train_and_test(first_existing(home, "train"), first_existing(home, "val"), ignored)
         return RawDataset("named", splits, ignored=ignored)
     return _read_lists(folder)
 
@@ -36,6 +32,7 @@ def _read_lists(folder: Path) -> RawDataset:
     for split, file_list, image_folders in _LISTS:
         image_folder = first_existing(folder, *image_folders)
         pairs = [line.rsplit(maxsplit=1) for line in text_lines(folder / file_list)]
-        paths = tuple(str(image_folder / name.removeprefix("/")) for name, _ in pairs)
-        splits[split] = RawSplit(ImageFiles(paths), [classes[int(number)] for _, number in pairs])
+        labels = [classes[int(number)] for _, number in pairs]
+        names = [name.removeprefix("/") for name, _ in pairs]
+        splits[split] = RawSplit(listed_images(image_folder, names, folder / file_list), labels)
     return RawDataset("named", splits, classes)
