@@ -108,12 +108,13 @@ def curve_figure(curves: Sequence[Curve], metric: str | None) -> "Figure":
     """One panel as a figure of its own, for a page: the validation `metric`, or without one the training loss."""
     wide, high, left_margin, columns = 4.9, 3.3, 0.62, 3
     names_width = 0.3 + 0.068 * max(map(len, _labels(curves)), default=0)
-    key_height = 0.19 * math.ceil(len(_keyed_rates(curves)) / columns) + 0.06 * bool(_keyed_rates(curves))
+    key_rows = math.ceil(len(_keyed_rates(curves)) / columns)
+    key_height = 0.19 * key_rows + 0.1 * bool(key_rows)
     figure = new_figure(wide, high + key_height)
     bottom, height = (size / (high + key_height) for size in (0.15 * high + key_height, 0.73 * high))
     axes = figure.add_axes((left_margin / wide, bottom, (wide - left_margin - names_width) / wide, height))
     draw_panel(axes, curves, metric)
-    draw_rate_key(figure, curves, (left_margin / wide, 0.0), columns)
+    draw_rate_key(figure, curves, (left_margin / wide, 0.05 / (high + key_height)), columns)
     return figure
 
 
