@@ -159,7 +159,8 @@ def _overview(
     rows = []
     for one, evaluated in pairs:
         task, scores = evaluated.task, evaluated.scores
-        rows.append([link(task.name), task.kind, str(scores.images), f"{one.about.split} {scores.headline}"])
+        kind = Markup(f'<td class="whole">{escape(task.kind)}</td>')
+        rows.append([link(task.name), kind, str(scores.images), f"{one.about.split} {scores.headline}"])
     facts_of_run = [("backbone", model.backbone.name), *_written(command)]
     if training is not None and training.branch is not None:
         facts_of_run.insert(1, ("branch", _branch_text(training.branch)))
