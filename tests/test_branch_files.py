@@ -100,16 +100,22 @@ def test_a_damaged_or_forged_branch_file_is_refused_and_stays(tmp_path, branch):
         refused(r"mistyped field: half_of", replaced=[('"half_of":null', f'"half_of":{forged}')])
     refused(r"of low-rank updates of q, v, expected", replaced=[('"depth":3', f'"depth":{10**30}')])
     refused(r"missing or mistyped field", replaced=[('"rank":', f'"scaling":{{"q":{10**400}}},"rank":')])
+    for forged in ("[1.5]", "[1.5,2.5,3.5]"):
+        refused(
+            r"q has a scaling of .*or one for each of 2 blocks",
+            replaced=[('"rank":', f'"scaling":{{"q":{forged}}},"rank":')],
+        )
+    refused(r"missing or mistyped field|not valid JSON", replaced=[('"rank":', '"scaling":{"q":[null,1]},"rank":')])
     refused(r"format 'vit-memory-branch/9", metadata={"format": f"vit-memory-branch/{'9' * 5000}"})
     refused(r"gains is \(2, 6, 31\)", {"gains": torch.zeros(2, 6, 31)})
     refused(r"blocks.1.q.lora_A.weight holds NaN", {"blocks.1.q.lora_A.weight": torch.full((3, 32), torch.nan)})
     refused(r"7 tensors of low-rank updates", without=("blocks.1.q.lora_A.weight",))
     refused(r"unknown tensors: \['memory'\]", {"memory": torch.zeros(2)})
     refused(r"the description of the adapter is", without=("gains",))
-    refused(r"this version reads up to vit-memory-branch/1", metadata={"format": "vit-memory-branch/2"})
-    refused(r"format 'vit-memory-task/1', expected vit-memory-branch/1", metadata={"format": "vit-memory-task/1"})
+    refused(r"this version reads up to vit-memory-branch/2", metadata={"format": "vit-memory-branch/3"})
+    refused(r"format 'vit-memory-task/1', expected vit-memory-branch/2", metadata={"format": "vit-memory-task/1"})
     save_task(trained(tiny_backbone(), "plain"), path)
-    with pytest.raises(FileError, match=r"expected vit-memory-branch/1"):
+    with pytest.raises(FileError, match=r"expected vit-memory-branch/2"):
         load_branch(path)
     broken = replace(branch, adapter=branch.adapter.map(lambda x: x * torch.inf))
     with pytest.raises(Exception, match=r"branch 'birds': blocks.1.q.lora_A.weight holds NaN .* Not saved"):

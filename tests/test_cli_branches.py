@@ -2,15 +2,17 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from builders import trained, trained_branch
 from data.test_sources import pictures, write_folder
 from training.test_runs import backbone, photos, train  # noqa: F401 - fixtures
-from vit_memory import Bundle, load_branch, load_task
+from vit_memory import Bundle, load_backbone, load_branch, load_task, save_branch, save_task
 from vit_memory.cli import app
 
 
@@ -83,12 +85,13 @@ def test_one_branch_is_trained_on_several_folders_and_carries_a_task_more(photos
     other = write_folder(tmp_path / "other", pictures(8, seed=1))
     quick = ("--backbone", backbone, "--steps", "4", "--batch", "8", "--evaluate-every", "2", "--blocks", "2")
     words = ("branch", "train", "--name", "zoo", "--data", photos, "--data", f"more={other}", *quick)
-    for out in ("a", "b"):
-        trained = run(*words, "--out", tmp_path / out)
-        assert trained.exit_code == 0, (trained.output, trained.exception)
+    for out, more in (("a", ()), ("b", ("--no-report",))):
+        done = run(*words, "--out", tmp_path / out, *more)
+        assert done.exit_code == 0, (done.output, done.exception)
+        assert (tmp_path / out / "report.html").exists() == (not more)
     first, second = (load_branch(tmp_path / out / "zoo.branch.safetensors") for out in ("a", "b"))
     assert first.digest == second.digest
-    assert f"further tasks on it: vit-memory train DATA --name TASK --branch {tmp_path / 'b'}" in trained.stdout
+    assert f"further tasks on it: vit-memory train DATA --name TASK --branch {tmp_path / 'b'}" in done.stdout
     files = {path.name for path in (tmp_path / "a").iterdir()}
     assert files >= {
         "config.json",
@@ -131,6 +134,44 @@ def test_a_branch_that_cannot_be_is_refused_and_leaves_nothing(photos, backbone,
     assert refused.exit_code != 0
     text = f"{refused.output} {refused.exception}"
     assert re.search(message, " ".join(text.split())), text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_names_the_branch_it_stands_on_and_resumes_whatever_the_name(photos, backbone, tmp_path):  # noqa: F811
+    branch = trained_branch(load_backbone(backbone), "birds", blocks=1, rank=2)
+    for name in ("birds", "finches"):
+        save_branch(replace(branch, name=name), tmp_path / f"{name}.branch.safetensors")
+
+    def on_branch(name, *more):
+        words = ("--branch", str(tmp_path / f"{name}.branch.safetensors"), "--regime", "head", "--no-report", *more)
+        result = train(photos, backbone, tmp_path / "run", *words)
+        assert result.exit_code == 0, result.exception
+
+    on_branch("birds")
+    file = tmp_path / "run/config.json"
+    config = json.loads(file.read_text())
+    assert (config["branch"], config["branch_name"]) == (branch.digest, "birds")
+    on_branch("finches", "--resume")  # the same branch, renamed
+    del config["branch_name"]
+    file.write_text(json.dumps(config))
+    on_branch("birds", "--resume")  # a run that an earlier version began
+
+
+@pytest.mark.parametrize("stands_on_a_branch", [False, True])
+def test_extending_a_task_while_a_branch_trains_is_refused_before_data_are_read(
+    backbone,  # noqa: F811
+    tmp_path,
+    stands_on_a_branch,
+):
+    loaded = load_backbone(backbone)
+    branch = trained_branch(loaded, "birds", blocks=1, rank=2)
+    save_branch(branch, tmp_path / "birds.branch.safetensors")
+    parent = trained(loaded, "nests", branch=branch if stands_on_a_branch else None)
+    save_task(parent, tmp_path / "nests.safetensors")
+    words = ("--branch-blocks", "1", "--extends", str(tmp_path / "nests.safetensors"))
+    refused = train("no such data", backbone, tmp_path / "run", *words, name="eggs")
+    assert "eggs: while a branch is trained, a task on it cannot extend others (nests)" in str(refused.exception)
+    assert "Train the branch first, then a task on it that extends them: --branch FILE" in str(refused.exception)
     assert not (tmp_path / "run").exists()
 
 

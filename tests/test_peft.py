@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from builders import images, library_model, trained, trained_branch, worst
-from vit_memory import BackboneMismatch, FileError, MemoryViT, load_backbone
+from vit_memory import BackboneMismatch, FileError, MemoryViT, load_backbone, load_branch, save_branch
+from vit_memory.files.container import read_format
 from vit_memory.files.peft_adapter import import_adapter
 from vit_memory.files.peft_export import export_adapter
 
@@ -30,7 +31,7 @@ CASES = {
         "lora_alpha": 3,
         "alpha_pattern": {"layers.1.attention.q_proj": 1.5},
     },
-    "several scalings": {"rank_pattern": {"layers.1.attention.q_proj": 2}, "lora_alpha": 3},
+    "several scalings": {"rank_pattern": {"layers.1.attention.q_proj": 2}, "lora_alpha": 3, "r": 7},
 }
 
 
@@ -67,11 +68,16 @@ def test_an_imported_adapter_answers_as_pefts_own_model_and_goes_back_as_the_sam
     outputs = ours(images(3))
     assert worst(outputs["adapter"], expected) <= 1e-5
     assert torch.equal(outputs.original.logits, library_model("vit")[1](pixel_values=images(3)).logits)
-    export_adapter(imported.branch, backbone, tmp_path / "again", imported.task)
+    file = tmp_path / "adapter.branch.safetensors"
+    save_branch(imported.branch, file)
+    assert read_format(file) == f"vit-memory-branch/{2 if case == 'several scalings' else 1}"
+    branch = load_branch(file)
+    assert branch.digest == imported.branch.digest
+    export_adapter(branch, backbone, tmp_path / "again", imported.task)
     before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "again"))
     assert sorted(before) == sorted(after)
-    if case != "several scalings":  # there B holds a part of the scaling
-        assert all(torch.equal(before[key], after[key]) for key in before)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert import_adapter(tmp_path / "again", backbone).branch.digest == branch.digest
     reloaded = peft.PeftModel.from_pretrained(copy.deepcopy(library_model("vit")[1]), tmp_path / "again").eval()
     with torch.no_grad():
         assert worst(reloaded(pixel_values=images(3)).logits, expected) <= 1e-5

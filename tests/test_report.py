@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -18,6 +19,7 @@ from vit_memory.data.images import ImageArray
 from vit_memory.data.splits import Split
 from vit_memory.errors import FileError
 from vit_memory.evaluation.inference import evaluate
+from vit_memory.evaluation.metrics import score_task
 from vit_memory.report.page import About, ScoredSplit, write_report
 
 HOSTILE = '<script>alert("1")</script>'
@@ -122,6 +124,33 @@ def test_a_training_leaves_a_report_with_the_numbers_of_evaluate(place, kind):
     assert (place / kind / "report.html").stat().st_size < 3_000_000
 
 
+def test_a_branch_on_datasets_of_every_kind_leaves_one_page_with_the_numbers_of_evaluate(place, tmp_path):
+    _, *rows = csv.reader((place / "table.csv").read_text().splitlines())
+    for column, kind in enumerate(HEADLINES, 1):
+        with (place / f"{kind}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("file", "label"), *((row[0], row[column]) for row in rows)])
+    data = [word for kind in HEADLINES for word in ("--data", place / f"{kind}.csv")]
+    words = ("branch", "train", "--name", "domain", *data, "--backbone", place / "backbone", "--blocks", "1")
+    done = run(*words, "--out", tmp_path / "run", *QUICK)
+    page = Page(tmp_path / "run/report.html")
+    page.check_self_contained()
+    words = [word.strip() for word in page.words]
+    assert "domain: a branch with 3 tasks on 3 datasets" in words
+    assert [words.count(title) for title in ("Training", "Settings", "Confusion matrix", "Values")] == [1] * 4
+    assert all(
+        title in page.text for titles in SECTIONS.values() for title in titles if not title.startswith("Attention")
+    )
+    best = max(json.loads((tmp_path / "run/settings.json").read_text()), key=lambda row: row["validation_mean_score"])
+    assert {best["setting"], f"{best['parameters']:,}".replace(",", "\u202f")} <= set(words)
+    for kind, headline in HEADLINES.items():
+        file = tmp_path / f"run/{kind}.safetensors"
+        scores = json.loads(run("evaluate", file, "--data", place / f"{kind}.csv", "--json").stdout)["tasks"][kind]
+        article = words[words.index(f"{kind} task, scored on test images") :]
+        assert article[article.index(headline(scores)) + 1 :]
+        assert f"report.html: {kind}, test " in done.stdout
+    assert page.text.count("took no part in training or in the choice of the setting") == 3
+
+
 def test_labels_and_names_are_text_and_never_markup(place):
     for kind, hostile in (("single-label", HOSTILE), ("multi-label", "<b>round"), ("regression", "level <i>")):
         assert hostile in Page(place / kind / "report.html").text
@@ -138,6 +167,26 @@ def test_a_bundle_of_mixed_kinds_is_reported_on_one_page(place, tmp_path):
     assert {"#beast", "#tint", "#level"} <= {value for _, name, value in page.attributes if name == "href"}
     assert all(title in page.text for titles in SECTIONS.values() for title in titles)
     assert "These are validation images." in page.text
+
+
+@pytest.mark.parametrize("kind", ["single-label", "multi-label", "regression"])
+def test_a_task_without_answers_for_some_images_is_reported_as_such(place, tmp_path, kind):
+    backbone = load_backbone(place / "backbone")
+    model = MemoryViT(backbone, [trained(backbone, "broken", labels=("a", "b"), kind=kind)])
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), np.uint8)
+    targets = np.arange(12) % 2 if kind == "single-label" else np.random.default_rng(1).integers(0, 2, (12, 2)) * 1.0
+    split = Split.of(ImageArray.whole("noise", pixels), targets, kind)
+    whole = evaluate(model, split, ("a", "b"), ["broken"])["broken"]
+    outputs = whole.outputs.clone()
+    outputs[:5] = torch.nan
+    scores = score_task(whole.task, outputs, whole.targets)
+    scored = {"broken": replace(whole, outputs=outputs, scores=scores)}
+    write_report(tmp_path / "page.html", model, [ScoredSplit(split, scored, About("noise", "test", "Noise."))])
+    page = Page(tmp_path / "page.html")
+    page.check_self_contained()
+    if kind == "single-label":
+        assert "5 images without an answer: the output is NaN or infinite." in page.text
+        assert "no answer (NaN)" in page.text[page.text.index("Most confident mistakes") :]
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_any_work(place, tmp_path, monkeypatch):
@@ -181,7 +230,7 @@ def test_the_confusion_of_few_and_of_many_classes_fits_the_page(place, tmp_path,
     pixels = np.random.default_rng(0).integers(0, 256, (max(40, classes), 8, 8, 3), np.uint8)
     split = Split.of(ImageArray.whole("noise", pixels), np.arange(len(pixels)) % classes)
     scored = evaluate(model, split, labels, ["many"])
-    write_report(tmp_path / "page.html", model, [ScoredSplit(split, scored)], About("noise", "test", "Noise."))
+    write_report(tmp_path / "page.html", model, [ScoredSplit(split, scored, About("noise", "test", "Noise."))])
     page = Page(tmp_path / "page.html")
     page.check_self_contained()
     assert (tmp_path / "page.html").stat().st_size < 3_000_000

@@ -37,7 +37,7 @@ class LowRank:
 
     A: Tensor  # (L, r, in)
     B: Tensor  # (L, out, r)
-    scaling: float = 1.0  # other than 1 in imported adapters only
+    scaling: float | tuple[float, ...] = 1.0  # of all blocks, or of each; other than 1 in imported adapters only
 
     @property
     def rank(self) -> int:
@@ -47,7 +47,13 @@ class LowRank:
     @property
     def scaled_b(self) -> Tensor:
         """B with the scaling multiplied in."""
+        if isinstance(self.scaling, tuple):
+            return torch.stack([B * own for B, own in zip(self.B, self.scaling, strict=True)])
         return self.B if self.scaling == 1.0 else self.B * self.scaling
+
+    def scaling_of(self, i: int) -> float:
+        """The scaling of block i."""
+        return self.scaling[i] if isinstance(self.scaling, tuple) else self.scaling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,9 +94,18 @@ class Adapter:
         )
 
     @property
-    def scalings(self) -> dict[str, float]:
-        """Scalings other than 1, by projection."""
-        return {name: update.scaling for name, update in self.low_rank.items() if update.scaling != 1.0}
+    def scalings(self) -> dict[str, float | list[float]]:
+        """Scalings other than 1, by projection, as JSON values: a number, or one for every block."""
+        return {
+            name: list(update.scaling) if isinstance(update.scaling, tuple) else update.scaling
+            for name, update in self.low_rank.items()
+            if update.scaling != 1.0
+        }
+
+    @property
+    def scaled_by_block(self) -> bool:
+        """Whether a projection has a scaling for every block."""
+        return any(isinstance(update.scaling, tuple) for update in self.low_rank.values())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by name, in a fixed order."""
@@ -107,8 +122,12 @@ class Adapter:
             _check_shape(where, "gains", self.gains, (depth, len(GAINS), width))
         for projection, update in self.low_rank.items():
             check_projections(where, (projection,))
-            if not math.isfinite(update.scaling):
-                raise TaskError(f"{where}: {projection} has a scaling of {update.scaling}; expected a finite number.")
+            scalings = update.scaling if isinstance(update.scaling, tuple) else (update.scaling,) * depth
+            if len(scalings) != depth or not all(map(math.isfinite, scalings)):
+                raise TaskError(
+                    f"{where}: {projection} has a scaling of {update.scaling}; expected a finite number, or one for "
+                    f"each of {depth} blocks."
+                )
             rank = update.rank if update.A.dim() == 3 else 0
             check_rank(where, rank, width)
             # One side is the backbone's width; the other may be another, which check_backbone knows.

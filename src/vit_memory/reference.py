@@ -230,7 +230,7 @@ def _merged(block: Block, adapter: Adapter, i: int) -> Block:
     for name, update in adapter.low_rank.items():
         part = projections[name]
         exact = torch.promote_types(torch.float32, part.module.weight.dtype)
-        product = update.scaling * update.B[i].to(exact) @ update.A[i].to(exact)
+        product = update.scaling_of(i) * update.B[i].to(exact) @ update.A[i].to(exact)
         delta = F.pad(product, (0, 0, *part.padding))
         added[part.module] = added.get(part.module, 0) + delta
 

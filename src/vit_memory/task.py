@@ -167,6 +167,8 @@ class Task:
                 f"them, or use regime 'class' or 'memory'."
             )
         self.reader.check(where, self.backbone.depth, self.backbone.width)
+        if self.reader.scaled_by_block:  # its file format has one scaling per projection
+            raise TaskError(f"{where}: a scaling for every block is for branches; multiply it into B.")
 
     def _check_kind(self, where: str) -> None:
         if self.thresholds is not None:

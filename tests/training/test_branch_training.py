@@ -217,10 +217,15 @@ def test_while_a_branch_trains_only_the_tokens_that_enter_it_are_stored(backbone
 
 def test_what_cannot_be_trained_is_refused_before_any_work(backbone, monkeypatch):  # noqa: F811
     tasks, branches = on_new_branches(backbone)
-    parent = trained(backbone, "p")
-    child = new_task(backbone, "tint", LABELS, regime="head", branch=branches[0], parents=[parent])
-    with pytest.raises(TrainingError, match=r"while a branch is trained, a task on it cannot extend others.*--branch"):
-        train(backbone, [child], branches[:1], parents=[parent])
+    elsewhere = trained_branch(backbone, "elsewhere", blocks=1)
+    for stands_on in (None, elsewhere):  # whatever trunk the parent reads
+        parent = trained(backbone, "p", branch=stands_on)
+        child = new_task(backbone, "tint", LABELS, regime="head", branch=branches[0], parents=[parent])
+        for given in ([parent], []):
+            with pytest.raises(
+                TrainingError, match=r"while a branch is trained, .* cannot extend others \(p\).*--branch"
+            ):
+                train(backbone, [child], branches[:1], parents=given)
     plain = new_task(backbone, "tint", LABELS)
     with pytest.raises(TrainingError, match=r"has no branch to train; all settings need one"):
         train(backbone, [tasks[0], plain], branches)

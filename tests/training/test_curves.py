@@ -10,6 +10,7 @@ import matplotlib as mpl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 from vit_memory.training.chart_style import COLOURS, as_svg
@@ -57,6 +58,21 @@ def test_any_number_of_settings_makes_one_picture_of_one_size(drawn, metric):
 def test_a_method_has_one_colour_and_no_two_methods_share_it():
     svg = as_svg(curve_figure(curves(("head", "class", "5 cells"), RATES[:4]), "accuracy"), "curves")
     assert [f"var(--c{i + 1}, {colour})" in svg for i, colour in enumerate(COLOURS)] == [True] * 3 + [False] * 4
+
+
+@pytest.mark.parametrize("rates", [RATES[:3], (1.25e-5, 3.75e-5, 0.000125, 0.00375, 0.0125)], ids=["3", "5, long"])
+def test_on_a_page_too_a_sweep_says_which_line_style_is_which_rate_inside_the_figure(rates):
+    figure = curve_figure(curves(("head", "class", "5 cells"), rates), "accuracy")
+    (key,) = figure.legends
+    assert [text.get_text() for text in key.get_texts()] == [f"rate {rate:g}" for rate in sorted(rates, reverse=True)]
+    (axes,) = figure.axes
+    drawn = [line._unscaled_dash_pattern for line in axes.lines]  # of one method after the other, the lowest rate first
+    assert [line._unscaled_dash_pattern for line in key.get_lines()] == drawn[len(rates) - 1 :: -1]
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    box, panel = key.get_window_extent(renderer), axes.get_tightbbox(renderer)
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+    assert 0 <= box.y0 < box.y1 <= panel.y0
+    assert not curve_figure(curves(rates=rates), "accuracy").legends  # every line carries its rate
 
 
 def test_a_diverged_setting_is_named_and_does_not_flatten_the_others():

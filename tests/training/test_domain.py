@@ -77,6 +77,7 @@ def test_a_branch_learns_from_datasets_of_every_kind_and_answers_as_it_was_score
         own = [next(iter(task.record.metrics.values())) for task in one.tasks]
         assert one.score == pytest.approx(np.mean(own))
         assert set(one.branch.record.metrics.values()) == {one.score, *own}
+        assert one.parameters == one.branch.parameters + sum(task.parameters for task in one.tasks)
         pixels = torch.cat([b.images for b in Loader(data[0].validation, EvalTransform(FACTS), 64).batches()])
         right = model(pixels)["tint"].argmax(1).numpy() == data[0].validation.targets
         assert right.mean() == pytest.approx(own[0])
@@ -148,6 +149,7 @@ def test_what_cannot_be_trained_together_is_refused(backbone):  # noqa: F811
 def test_a_diverged_setting_of_a_domain_is_stopped_while_the_others_go_on(backbone, caplog):  # noqa: F811
     result = train(backbone, domain(backbone), replace(RECIPE, learning_rates=(2e-3, 1e12), clip=None))
     assert [one.score is None for one in result.settings] == [False, True, False, True]
+    assert [one.parameters for one in result.settings[1::2]] == [one.parameters for one in result.settings[::2]]
     assert "diverged" in caplog.text
     assert worst(result.best.task.head_weight, torch.zeros(3, 32)) < 10
 

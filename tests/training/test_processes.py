@@ -1,5 +1,6 @@
 """Several processes that train together: they stop at the same step, and a failure of one is an error of all."""
 
+import json
 import os
 import socket
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from vit_memory.training.ranks import Ranks
 
@@ -135,3 +137,54 @@ def test_when_one_process_fails_both_end_with_the_reason(case):
         assert process.returncode == 1, err
         assert message in err.strip().splitlines()[-1]
         assert "before the end" in out
+
+
+BRANCHES = """
+import json, sys
+from pathlib import Path
+sys.path[:0] = [{tests!r}]
+import torch
+torch.set_num_threads(1)
+from builders import tiny_backbone
+from training import test_branch_training, test_domain
+from training.test_sweep import FACTS
+from vit_memory import load_backbone, save_branch, save_task
+from vit_memory.training.cache import Cache
+from vit_memory.training.ranks import init_ranks
+
+ranks = init_ranks()
+backbone = load_backbone(tiny_backbone().model, preprocessing=FACTS)
+options = {{"ranks": ranks, "cache": Cache({cache!r}, "float32")}}
+if {function!r} == "fit":
+    result = test_branch_training.train(backbone, *test_branch_training.on_new_branches(backbone), **options)
+else:
+    result = test_domain.train(backbone, test_domain.domain(backbone), **options)
+folder = Path({folder!r}) / f"{{ranks.rank}} of {{ranks.world_size}}"
+for i, one in enumerate(result.settings):
+    (folder / str(i)).mkdir(parents=True)
+    save_branch(one.branch, folder / str(i) / "branch")
+    for task in one.tasks:
+        save_task(task, folder / str(i) / task.name)
+(folder / "scores").write_text(json.dumps([one.score for one in result.settings]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["fit", "fit_branch"])
+@pytest.mark.parametrize("cache", ["off", "ram"])
+def test_two_processes_train_the_branches_and_tasks_of_one(tmp_path, function, cache):
+    program = tmp_path / "program.py"
+    program.write_text(BRANCHES.format(tests=str(TESTS), folder=str(tmp_path), function=function, cache=cache))
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]):
+        done = subprocess.run([sys.executable, *launcher, program], check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    one, first, second = (tmp_path / name for name in ("0 of 1", "0 of 2", "1 of 2"))
+    scores = [json.loads((folder / "scores").read_text()) for folder in (one, first, second)]
+    assert scores[1] == scores[2] == pytest.approx(scores[0], abs=1e-4)
+    files = sorted(path.relative_to(one) for path in one.glob("*/*"))
+    assert len(files) == {"fit": 8 * 2, "fit_branch": 4 * 4}[function]  # settings x (branch and tasks)
+    for file in files:
+        expected, *both = (load_file(folder / file) for folder in (one, first, second))
+        for name, values in expected.items():
+            assert torch.equal(both[0][name], both[1][name])
+            torch.testing.assert_close(both[0][name], values, rtol=0, atol=1e-4)

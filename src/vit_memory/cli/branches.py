@@ -14,7 +14,7 @@ from vit_memory.cli.data import DataOptions
 from vit_memory.cli.options import spread_options
 from vit_memory.cli.progress import score_text, show_log
 from vit_memory.cli.settings_table import print_settings
-from vit_memory.cli.train import backbone_dtype, run_training, show_and_check
+from vit_memory.cli.train import backbone_dtype, run_training, show_and_check, write_run_report
 from vit_memory.cli.train_options import CacheOptions, MachineOptions, RecipeOptions
 
 if TYPE_CHECKING:
@@ -49,6 +49,9 @@ class BranchRunOptions:
     per_class: Annotated[
         int | None, typer.Option(min=1, help="At most N training images per class (single-label).")
     ] = None
+    report: Annotated[
+        bool, typer.Option(help="Score the tasks on the test images and write report.html with charts and pictures.")
+    ] = True
 
     @property
     def folder(self) -> Path:
@@ -87,6 +90,7 @@ def train(
     and TASK, one for every dataset.
     """
     from vit_memory.backbone import load_backbone
+    from vit_memory.files.branchfile import branch_file
     from vit_memory.parallel import limit_threads
     from vit_memory.task import check_name
     from vit_memory.training.branch_runs import BranchPlan, train_branch_run
@@ -113,6 +117,11 @@ def train(
     )
     if ranks.is_main:
         _show(run, result, datasets)
+        if run.report:
+            write_run_report(run.folder, backbone, datasets, result, training)
+        typer.echo(
+            f"further tasks on it: vit-memory train DATA --name TASK --branch {branch_file(run.folder, run.name)}"
+        )
 
 
 def _show(run: BranchRunOptions, result: "FitResult", datasets: "Mapping[str, Dataset]") -> None:
@@ -132,7 +141,6 @@ def _show(run: BranchRunOptions, result: "FitResult", datasets: "Mapping[str, Da
             f"{run.folder / task.name}.safetensors: {len(datasets[task.name].labels)} labels, validation {shown} "
             f"{score_text(shown, score)}, {size:.0f} kB"
         )
-    typer.echo(f"further tasks on it: vit-memory train DATA --name TASK --branch {path}")
 
 
 @branch_app.command()

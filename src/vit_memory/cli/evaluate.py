@@ -227,9 +227,9 @@ def _write_report(path: Path, model: "Model", results: _Results, split: str) -> 
         "figures on new images.",
         "train": "These are training images. A task that was trained on them does less well on new images.",
     }
-    about = About(dataset.source, split, notes[split], split == "test", typed_command(), results.skipped)
-    scored = [ScoredSplit(dataset.splits[split], tasks) for dataset, tasks in results.evaluated]
-    write_report(path, model, scored, about)
+    about = About(dataset.source, split, notes[split], split == "test")
+    scored = [ScoredSplit(dataset.splits[split], tasks, about) for dataset, tasks in results.evaluated]
+    write_report(path, model, scored, command=typed_command(), bad_images=results.skipped)
     typer.echo(f"{path}: written", err=True)
 
 

@@ -33,6 +33,8 @@ def _single_label_lines(name: str, scores: "SingleLabelScores") -> list[str]:
     confused = ", ".join(f"{true} as {predicted} ({count})" for true, predicted, count in scores.most_confused(3))
     if confused:
         lines.append(f"  most confused          {confused}")
+    if without := int(scores.no_answer.sum()):
+        lines.append(f"  no answer (NaN)        {without} image{'s' * (without > 1)}, counted as wrong")
     return lines
 
 

@@ -1,6 +1,6 @@
 """vit-memory train: train a task on a folder of images."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     import torch
 
     from vit_memory.backbone import Backbone
+    from vit_memory.branch import Branch
     from vit_memory.data.sources import Dataset
+    from vit_memory.task import Task
     from vit_memory.training.callbacks import Callbacks
     from vit_memory.training.options import TrainingOptions
     from vit_memory.training.ranks import Ranks
@@ -93,7 +95,15 @@ def train(
             path = branch_file(run.folder, name)
             typer.echo(f"{path}: {result.best.branch.method}, {path.stat().st_size / 1000:.0f} kB")
         if run.report:
-            _write_report(run.folder, backbone, dataset, result, plan, options)
+            write_run_report(
+                run.folder,
+                backbone,
+                {run.name: dataset},
+                result,
+                options,
+                parents=plan.parents,
+                branches=plan.frozen_branches,
+            )
 
 
 def run_training(folder: Path, ranks: "Ranks", train: "Callable[[Callbacks], FitResult]") -> "FitResult":
@@ -116,36 +126,44 @@ def run_training(folder: Path, ranks: "Ranks", train: "Callable[[Callbacks], Fit
             raise typer.Exit(130) from None
 
 
-def _write_report(
+def write_run_report(
     folder: Path,
     backbone: "Backbone",
-    dataset: "Dataset",
+    datasets: "Mapping[str, Dataset]",
     result: "FitResult",
-    plan: "TrainingPlan",
     options: "TrainingOptions",
+    *,
+    parents: "Sequence[Task]" = (),
+    branches: "Sequence[Branch]" = (),
 ) -> None:
-    """The task file is already written: a report that fails is a warning, and the training has succeeded."""
+    """Score the best tasks on their datasets, given by the names of the tasks, and write the page of the run.
+
+    The task files are already written: a report that fails is a warning, and the training has succeeded.
+    """
     from vit_memory.errors import VitMemoryError
     from vit_memory.report.run import REPORT, report_run, report_split
 
-    split = report_split(dataset)
-    typer.echo(f"scoring {len(dataset.splits[split])} {split} images for {REPORT}", err=True)
-    command = typed_command()
+    splits = {name: report_split(dataset) for name, dataset in datasets.items()}
+    for name, split in splits.items():
+        of_task = f" of {name}" if len(datasets) > 1 else ""
+        typer.echo(f"scoring {len(datasets[name].splits[split])} {split} images{of_task} for {REPORT}", err=True)
     try:
         evaluated = report_run(
             folder,
             backbone,
-            dataset,
+            datasets,
             result,
-            parents=plan.parents,
-            branches=plan.frozen_branches,
+            parents=parents,
+            branches=branches,
             options=options,
-            command=command,
+            command=typed_command(),
         )
     except VitMemoryError as error:
         typer.echo(f"{folder / REPORT}: not written. {error}", err=True)
         return
-    typer.echo(f"{folder / REPORT}: {split} {evaluated.scores.headline}, {evaluated.scores.images} images")
+    for name, one in evaluated.items():
+        of_task = f"{name}, " if len(datasets) > 1 else ""
+        typer.echo(f"{folder / REPORT}: {of_task}{splits[name]} {one.scores.headline}, {one.scores.images} images")
 
 
 def _plan(run: RunOptions, grid: GridOptions, branch: BranchOptions, recipe: RecipeOptions) -> "TrainingPlan":

@@ -2,7 +2,8 @@
 
 gains                       (blocks, 6, D): see `adapter.GAINS`, as differences from identity
 blocks.0.q.lora_A.weight    (r, in), as peft names them; the number is the backbone's block
-blocks.0.q.lora_B.weight    (out, r); the update is scaling · lora_B @ lora_A, the scaling 1 unless described
+blocks.0.q.lora_B.weight    (out, r); the update is scaling · lora_B @ lora_A, the scaling 1 unless described,
+                            as one number for all blocks or one for each
 """
 
 import re
@@ -54,7 +55,7 @@ def adapter_from_tensors(
         projection: LowRank(
             _stacked(tensors, blocks, f"{projection}.lora_A.weight"),
             _stacked(tensors, blocks, f"{projection}.lora_B.weight"),
-            float(scaling.get(projection, 1.0)),
+            _read_scaling(scaling.get(projection, 1.0)),
         )
         for projection in projections
     }
@@ -62,6 +63,10 @@ def adapter_from_tensors(
     if (description or describe_adapter(Adapter())) != describe_adapter(adapter):
         raise TaskError(f"the description of the adapter is {description}, its tensors are another.")
     return adapter
+
+
+def _read_scaling(value: Any) -> float | tuple[float, ...]:
+    return tuple(map(float, value)) if isinstance(value, list) else float(value)
 
 
 def _stacked(tensors: Mapping[str, Tensor], blocks: range, name: str) -> Tensor:

@@ -1,8 +1,8 @@
 """Branch files: one branch in one safetensors file, its description in the metadata.
 
 `vit-memory-branch/1`: the tensors of its adapter (`adapter_tensors.py`); metadata `format`, and `branch`: a JSON text,
-see `describe_branch`. Loading runs no code. A branch called `birds` is in `birds.branch.safetensors`, so that a task of
-the same name fits beside it.
+see `describe_branch`. `vit-memory-branch/2`: the same, where a projection has a scaling for every block. Loading runs
+no code. A branch called `birds` is in `birds.branch.safetensors`, so that a task of the same name fits beside it.
 """
 
 import json
@@ -35,7 +35,7 @@ from vit_memory.files.description import (
     stored_tensors,
 )
 
-FORMAT, VERSION = "vit-memory-branch", 1
+FORMAT, VERSION = "vit-memory-branch", 2
 
 
 def branch_file(folder: Path, name: str) -> Path:
@@ -57,7 +57,8 @@ def save_branch(branch: Branch, path: Path | str, *, half: bool | None = None) -
     stored = stored_tensors(f"branch {branch.name!r}", path, tensors, half=half)
     description = describe_branch(branch)
     text = json.dumps(description, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    write_container(Path(path), {"format": f"{FORMAT}/{VERSION}", "branch": text}, stored)
+    version = 2 if branch.adapter.scaled_by_block else 1  # the first that can hold it
+    write_container(Path(path), {"format": f"{FORMAT}/{version}", "branch": text}, stored)
 
 
 def load_branch(path: Path | str) -> Branch:

@@ -293,12 +293,12 @@ def _stack(folder: Path, projection: str, blocks: Mapping[int, tuple[Tensor, Ten
         raise DamagedFile(f"{folder}: updates of {projection} have several sizes, (in, out): {sorted(shapes)}.")
     ((inner, outer),) = shapes
     scalings = {scaling for _, _, scaling in blocks.values()}
-    scaling = scalings.pop() if len(scalings) == 1 else 1.0
+    by_block = tuple(blocks[block][2] if block in blocks else 1.0 for block in wanted)
     stacked_a, stacked_b = torch.zeros(len(wanted), max(ranks), inner), torch.zeros(len(wanted), outer, max(ranks))
-    for block, (A, B, own) in blocks.items():
+    for block, (A, B, _) in blocks.items():
         stacked_a[block - wanted.start, : len(A)] = A
-        stacked_b[block - wanted.start, :, : len(A)] = B if own == scaling else B * own
-    return LowRank(stacked_a, stacked_b, scaling)
+        stacked_b[block - wanted.start, :, : len(A)] = B
+    return LowRank(stacked_a, stacked_b, scalings.pop() if len(scalings) == 1 else by_block)
 
 
 def _check_others(folder: Path, others: Mapping[str, Tensor]) -> None:

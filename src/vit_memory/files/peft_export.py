@@ -56,22 +56,26 @@ def export_adapter(branch: Branch, backbone: Backbone, folder: Path | str, task:
 
 def _joined(parts: Sequence[tuple[int, LowRank]], i: int, outputs: int) -> tuple[Tensor, Tensor, float]:
     """The updates of one module in block i as one pair, without rows that are zero: q, k and v may share a module."""
-    scalings = {update.scaling for _, update in parts}
-    scaling = scalings.pop() if len(scalings) == 1 else 1.0
+    scalings = {update.scaling_of(i) for _, update in parts}
+    scaling = scalings.pop() if len(scalings) == 1 else None  # None: part of B
+
+    def own_b(update: LowRank) -> Tensor:
+        return update.B[i] if scaling is not None else update.scaled_b[i]
+
     if len(parts) > 1 and all(torch.equal(update.A[i], parts[0][1].A[i]) for _, update in parts):
         A, B = parts[0][1].A[i], parts[0][1].B.new_zeros(outputs, parts[0][1].rank)
         for first, update in parts:
-            B[first : first + update.B.shape[1]] = update.B[i] * (update.scaling / scaling)
+            B[first : first + update.B.shape[1]] = own_b(update)
     else:
         A = torch.cat([update.A[i] for _, update in parts])
         B = A.new_zeros(outputs, len(A))
         column = 0
         for first, update in parts:
             own = slice(column, column + update.rank)
-            B[first : first + update.B.shape[1], own] = update.B[i] * (update.scaling / scaling)
+            B[first : first + update.B.shape[1], own] = own_b(update)
             column = own.stop
     used = (A != 0).any(1) | (B != 0).any(0)
-    return A[used].float().contiguous(), B[:, used].float().contiguous(), scaling
+    return A[used].float().contiguous(), B[:, used].float().contiguous(), 1.0 if scaling is None else scaling
 
 
 def _export_head(branch: Branch, backbone: Backbone, task: Task, tensors: dict[str, Tensor]) -> list[str]:

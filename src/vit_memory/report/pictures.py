@@ -57,7 +57,9 @@ class Pictures:
         transform = EvalTransform(self.preprocessing)
         image = transform.normalised(self._load(place, transform)[None])
         explanation = self.model.explain(image.to(self.model.backbone.device), task)
-        heat = explanation.patches[-1].float().mean(0).numpy()  # last block, mean over heads: (rows, columns)
+        heat = (
+            explanation.patches[-1].float().mean(0).nan_to_num().numpy()
+        )  # last block, mean over heads: (rows, columns)
         return _as_uri(_with_heat(self._pixels(place), heat))
 
     def _pixels(self, place: int) -> np.ndarray:

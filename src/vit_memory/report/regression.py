@@ -80,7 +80,7 @@ def _values(scores: RegressionScores) -> Markup:
 def _charts(names: tuple[str, ...], outputs: Tensor, targets: Tensor) -> Markup:
     parts: list[Markup] = []
     for i, name in enumerate(names[:_MOST_VALUES]):
-        known = targets[:, i].isfinite()
+        known = targets[:, i].isfinite() & outputs[:, i].isfinite()
         if not bool(known.any()):
             continue
         truth, predicted = targets[known, i], outputs[known, i]

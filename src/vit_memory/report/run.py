@@ -1,6 +1,6 @@
-"""report_run: the report of a training, written into its folder."""
+"""report_run: the report of a training, written into its folder; of a branch and its tasks as well as of one task."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vit_memory.backbone import Backbone
@@ -30,42 +30,45 @@ def report_split(dataset: Dataset) -> str:
 def report_run(
     folder: Path,
     backbone: Backbone,
-    dataset: Dataset,
+    datasets: Mapping[str, Dataset],
     result: FitResult,
     *,
     parents: Sequence[Task] = (),
     branches: Sequence[Branch] = (),
     options: TrainingOptions | None = None,
     command: str | None = None,
-) -> Evaluated:
-    """Score the best task of a training and write report.html into its folder; returns the task with its scores.
+) -> dict[str, Evaluated]:
+    """Score the best task, or tasks, of a training and write report.html into its folder; returns them with scores.
 
-    `branches` are the frozen ones; one that was trained is in the result.
+    `datasets` are those that the tasks were trained on, by the names of the tasks. `branches` are the frozen ones; one
+    that was trained is in the result.
     """
-    name, task = report_split(dataset), result.best.task
-    split = dataset.splits[name]
     model = _model(backbone, result, parents, branches)
     options = options or TrainingOptions()
     bad = BadImages(dict(result.bad_images.reasons))
-    scored = evaluate(
-        model,
-        split,
-        dataset.labels,
-        [task.name],
-        workers=options.workers,
-        threads=options.threads,
-        skipped=bad if options.on_bad_image == "skip" else None,
-    )
-    about = About(dataset.source, name, _note(dataset, name), name == "test", command, bad.reasons)
+    scored = []
+    for name, dataset in datasets.items():
+        split = report_split(dataset)
+        evaluated = evaluate(
+            model,
+            dataset.splits[split],
+            dataset.labels,
+            [name],
+            workers=options.workers,
+            threads=options.threads,
+            skipped=bad if options.on_bad_image == "skip" else None,
+        )
+        about = About(dataset.source, split, _note(dataset, split), split == "test")
+        scored.append(ScoredSplit(dataset.splits[split], evaluated, about))
     training = TrainingResult(result, read_curves(folder / "log.jsonl", result))
-    write_report(folder / REPORT, model, [ScoredSplit(split, scored)], about, training)
-    return scored[task.name]
+    write_report(folder / REPORT, model, scored, training, command=command, bad_images=bad.reasons)
+    return {name: evaluated for one in scored for name, evaluated in one.tasks.items()}
 
 
 def _model(backbone: Backbone, result: FitResult, parents: Sequence[Task], branches: Sequence[Branch]) -> Model:
     best = result.best
     if best.task.regime in COMPOSABLE:
-        return MemoryViT(backbone, [*parents, best.task], branches if best.branch is None else [best.branch])
+        return MemoryViT(backbone, [*parents, *best.tasks], branches if best.branch is None else [best.branch])
     return StandaloneModel(best.backbone or backbone, best.task)
 
 

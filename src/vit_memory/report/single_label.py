@@ -6,6 +6,7 @@ from torch import Tensor
 
 from vit_memory.evaluation.inference import Evaluated
 from vit_memory.evaluation.metrics import SingleLabelScores
+from vit_memory.evaluation.metrics.single_label import NO_ANSWER, predicted_classes
 from vit_memory.model import MemoryViT
 from vit_memory.report.charts import reliability_chart
 from vit_memory.report.elements import (
@@ -27,6 +28,7 @@ from vit_memory.report.elements import (
 from vit_memory.report.pictures import NO_PICTURES, Pictures, heat_map_uri
 
 _WHOLE_MATRIX = 12  # up to so many classes, the confusion matrix is shown with all its numbers
+_NO_ANSWER = "no answer (NaN)"
 _MOST_PIXELS = 400  # of a heat map's side; more classes share pixels
 
 
@@ -40,14 +42,19 @@ def headline(scores: SingleLabelScores) -> list[tuple[str, str]]:
         (f"{scores.macro_f1:.3f}", "macro F1"),
         *([(percent(scores.top5_accuracy), "top-5 accuracy")] if scores.top5_accuracy is not None else []),
         (f"{100 * scores.calibration_error:.1f}", "points of calibration error"),
+        *([(number(without), "without an answer (NaN), counted as wrong")] if (without := _unanswered(scores)) else []),
     ]
+
+
+def _unanswered(scores: SingleLabelScores) -> int:
+    return int(scores.no_answer.sum())
 
 
 def sections(evaluated: Evaluated, shown: Pictures) -> list[Markup]:
     """Everything below the headline."""
     scores = evaluated.scores
     assert isinstance(scores, SingleLabelScores)
-    confidence, answers = evaluated.outputs.double().softmax(-1).max(-1)
+    confidence, answers = predicted_classes(evaluated.outputs)
     right = answers == evaluated.targets
     return [
         _confusion(scores),
@@ -55,13 +62,18 @@ def sections(evaluated: Evaluated, shown: Pictures) -> list[Markup]:
         _calibration(scores, confidence, right),
         _mistakes(evaluated, shown, confidence, answers, right),
         _examples(evaluated, shown, confidence, answers, right),
-        _attention(evaluated, shown, answers),
+        _attention(evaluated, shown, confidence, answers),
     ]
 
 
 def _confusion(scores: SingleLabelScores) -> Markup:
     most = [[shown, answered, str(times)] for shown, answered, times in scores.most_confused(10)]
-    pairs = table(("expected", "predicted", "images"), most, numeric={2}) if most else paragraph("No mistakes.")
+    pairs = table(("expected", "predicted", "images"), most, numeric={2}) if most else paragraph("None.")
+    if without := _unanswered(scores):
+        text = (
+            f"{count(without, 'image')} without an answer: the output is NaN or infinite. In no column of the matrix."
+        )
+        pairs = join([pairs, paragraph(text, style="warning")])
     most_confused = Markup(f"<div>{paragraph(bold('Most confused'))}{pairs}</div>")
     C = len(scores.labels)
     if C <= _WHOLE_MATRIX:
@@ -91,7 +103,7 @@ def _most_confused(scores: SingleLabelScores) -> list[int]:
 
 def _matrix(scores: SingleLabelScores, chosen: list[int]) -> Markup:
     """A table of counts for the chosen classes."""
-    totals = scores.confusion.sum(1).clamp(min=1)
+    totals = scores.images_per_class.clamp(min=1)
     names = [escape(scores.labels[j]) for j in chosen]
     head = "".join(f'<th class="column" title="{name}"><span>{name}</span></th>' for name in names)
     rows = []
@@ -159,8 +171,8 @@ def _caption(evaluated: Evaluated, i: int, answer: int, confidence: float) -> Ma
     labels, target = evaluated.task.labels, int(evaluated.targets[i])
     if answer == target:
         return join([Markup('<span class="yes">✓</span> '), bold(labels[answer]), f" {100 * confidence:.0f}\u00a0%"])
-    predicted = join([Markup('<span class="no">✗</span> '), bold(labels[answer]), f" {100 * confidence:.0f}\u00a0%"])
-    return join([predicted, Markup("<br>"), f"expected {labels[target]}"])
+    shown = [_NO_ANSWER] if answer == NO_ANSWER else [bold(labels[answer]), f" {100 * confidence:.0f}\u00a0%"]
+    return join([Markup('<span class="no">✗</span> '), *shown, Markup("<br>"), f"expected {labels[target]}"])
 
 
 def _figures(
@@ -199,7 +211,7 @@ def _examples(evaluated: Evaluated, shown: Pictures, confidence: Tensor, answers
     )
 
 
-def _attention(evaluated: Evaluated, shown: Pictures, answers: Tensor) -> Markup:
+def _attention(evaluated: Evaluated, shown: Pictures, confidence: Tensor, answers: Tensor) -> Markup:
     title, task = "Attention of the class token", evaluated.task
     if task.regime == "head":
         return section(
@@ -210,7 +222,6 @@ def _attention(evaluated: Evaluated, shown: Pictures, answers: Tensor) -> Markup
             f"Not shown: a task of regime {task.regime} changes the backbone's own output and has no separate readout."
         )
         return section(title, paragraph(text))
-    confidence = evaluated.outputs.double().softmax(-1).max(-1).values
     present = torch.unique(evaluated.targets).tolist()
     figures = []
     for label in sorted(shown.choose(present)):
@@ -236,7 +247,8 @@ def _attention(evaluated: Evaluated, shown: Pictures, answers: Tensor) -> Markup
 
 
 def _caption_short(labels: tuple[str, ...], answers: Tensor, i: int, confidence: Tensor) -> str:
-    return f"{labels[int(answers[i])]} ({100 * float(confidence[i]):.0f}\u00a0%)"
+    answer = int(answers[i])
+    return _NO_ANSWER if answer == NO_ANSWER else f"{labels[answer]} ({100 * float(confidence[i]):.0f}\u00a0%)"
 
 
 def _one_of(places: Tensor) -> int:

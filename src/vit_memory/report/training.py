@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vit_memory.branch import Branch
 from vit_memory.report.elements import Markup, charts, number, paragraph, section, table
 from vit_memory.training.chart_style import as_svg
 from vit_memory.training.curves import Curve, caption, curve_figure
@@ -16,6 +17,11 @@ class TrainingResult:
 
     fit: FitResult
     curves: Sequence[Curve]  # in the order of its settings
+
+    @property
+    def branch(self) -> Branch | None:
+        """The branch that was trained with the best task or tasks."""
+        return self.fit.best.branch
 
 
 def training_sections(training: TrainingResult) -> list[Markup]:
@@ -42,7 +48,8 @@ def _settings(result: FitResult) -> Markup:
         if one.score is not None and percents:
             score = f"{100 * one.score:.1f} %"
         rows.append([one.setting.name, number(one.parameters), score])
-    text = paragraph("Best first. The setting in bold is the task that is reported here.", style="soft")
+    reported = "tasks that are" if len(result.best.tasks) > 1 else "task that is"
+    text = paragraph(f"Best first. The setting in bold is that of the {reported} reported here.", style="soft")
     titles = ("setting", "parameters", f"validation {result.metric}")
     return section("Settings", text, table(titles, rows, {1, 2}, bold_row=0, more="settings"))
 

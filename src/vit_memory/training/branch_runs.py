@@ -3,6 +3,7 @@
 config.json, log.jsonl, curves.png, tensorboard/, checkpoint.safetensors, settings.json, bad-images.tsv: as in `runs.py`
 <name>.branch.safetensors    the best setting's branch
 <task>.safetensors           its tasks, one for every dataset, written last
+report.html                  their scores, mistakes and pictures; written by the command (vit_memory.report)
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,7 +6,7 @@ class token, if it has one, reads them.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,12 +59,7 @@ class BranchSweep(TrunkSweep):
         for setting in self.settings:
             if setting.branch is None:
                 raise TrainingError(f"{setting.name}: has no branch to train; all settings need one.")
-        if self.parents or self.settings[0].task.parents:
-            raise TrainingError(
-                f"{self.settings[0].task.name}: while a branch is trained, a task on it cannot extend others: the "
-                f"original tokens that these read are not computed beyond the start of the branch. Train the branch "
-                f"first, then a task on it that extends them: --branch FILE --extends FILE."
-            )
+        check_extends_nothing(self.settings[0].task.name, [*self.parents, *self.settings[0].task.parents])
 
     def create_parameters(self) -> dict[str, Stack]:
         """Those of the tasks, and the adapters of the branches."""
@@ -196,6 +191,17 @@ class BranchSweep(TrunkSweep):
     def tasks(self) -> list[Task]:
         """The trained tasks, each standing on its trained branch."""
         return [replace(task, branch=branch.ref) for task, branch in zip(super().tasks(), self.branches(), strict=True)]
+
+
+def check_extends_nothing(name: str, parents: Sequence[str]) -> None:
+    """Raise TrainingError if a task that is trained with a branch extends others, on whatever trunk these stand."""
+    if parents:
+        listed = ", ".join(dict.fromkeys(parents))
+        raise TrainingError(
+            f"{name}: while a branch is trained, a task on it cannot extend others ({listed}): the trunks that these "
+            f"read are not computed beyond the start of the branch. Train the branch first, then a task on it that "
+            f"extends them: --branch FILE --extends FILE."
+        )
 
 
 def _with_values(adapter: Adapter, values: Mapping[str, Tensor]) -> Adapter:

@@ -106,11 +106,15 @@ def draw_curves(curves: Sequence[Curve], metric: str) -> bytes:
 
 def curve_figure(curves: Sequence[Curve], metric: str | None) -> "Figure":
     """One panel as a figure of its own, for a page: the validation `metric`, or without one the training loss."""
-    wide, high = 4.9, 3.3
+    wide, high, left_margin, columns = 4.9, 3.3, 0.62, 3
     names_width = 0.3 + 0.068 * max(map(len, _labels(curves)), default=0)
-    figure = new_figure(wide, high)
-    axes = figure.add_axes((0.62 / wide, 0.15, (wide - 0.62 - names_width) / wide, 0.73))
+    key_rows = math.ceil(len(_keyed_rates(curves)) / columns)
+    key_height = 0.19 * key_rows + 0.1 * bool(key_rows)
+    figure = new_figure(wide, high + key_height)
+    bottom, height = (size / (high + key_height) for size in (0.15 * high + key_height, 0.73 * high))
+    axes = figure.add_axes((left_margin / wide, bottom, (wide - left_margin - names_width) / wide, height))
     draw_panel(axes, curves, metric)
+    draw_rate_key(figure, curves, (left_margin / wide, 0.05 / (high + key_height)), columns)
     return figure
 
 
@@ -143,17 +147,17 @@ def caption(curves: Sequence[Curve]) -> str:
     return " ".join(best + ([f"Diverged (×): {'; '.join(diverged[:3])}{more}."] if diverged else []))
 
 
-def draw_rate_key(figure: "Figure", curves: Sequence[Curve], place: tuple[float, float]) -> None:
-    """One row: the line style of every learning rate, where lines do not carry their rate at their end."""
+def draw_rate_key(figure: "Figure", curves: Sequence[Curve], place: tuple[float, float], columns: int = 8) -> None:
+    """The line style of every learning rate, where lines do not carry their rate at their end."""
     from matplotlib.lines import Line2D  # noqa: PLC0415
 
-    rates = _rates(curves)
-    if len(rates) < 2 or len(curves) <= _NAME_ALL:
+    rates = _keyed_rates(curves)
+    if not rates:
         return
     handles = [Line2D([], [], color=SOFT, linestyle=_DASHES[i % len(_DASHES)]) for i in range(len(rates))]
     names = [f"rate {rate:g}" for rate in rates]
     key = figure.legend(
-        handles, names, loc="lower left", bbox_to_anchor=place, ncols=min(8, len(names)), frameon=False,
+        handles, names, loc="lower left", bbox_to_anchor=place, ncols=min(columns, len(names)), frameon=False,
         fontsize=FONT_POINTS, handlelength=2.6, borderpad=0, borderaxespad=0, columnspacing=1.6, labelcolor=SOFT,
     )  # fmt: skip
     key.set_in_layout(False)
@@ -166,6 +170,12 @@ def _scaled(points: Points, factor: float) -> list[tuple[int, float]]:
 def _rates(curves: Sequence[Curve]) -> list[float]:
     """From the highest, which is drawn solid."""
     return sorted({curve.learning_rate for curve in curves}, reverse=True)
+
+
+def _keyed_rates(curves: Sequence[Curve]) -> list[float]:
+    """The rates that the key lists; none if there is one rate only, or if every line carries its rate at its end."""
+    rates = _rates(curves)
+    return rates if len(rates) > 1 and len(curves) > _NAME_ALL else []
 
 
 def _line_styles(curves: Sequence[Curve]) -> list[dict[str, Any]]:

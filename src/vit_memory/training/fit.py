@@ -16,7 +16,7 @@ from vit_memory.model import check_trained_on
 from vit_memory.preprocessing import Preprocessing
 from vit_memory.task import Task
 from vit_memory.training.batches import LOADER_BATCH, Loaders, batch_source
-from vit_memory.training.branch_sweep import BranchSweep
+from vit_memory.training.branch_sweep import BranchSweep, check_extends_nothing
 from vit_memory.training.callbacks import Callbacks
 from vit_memory.training.checkpoint import CheckpointFile, TrainingState, training_key
 from vit_memory.training.objective import objective_for
@@ -72,6 +72,8 @@ def fit(
     """
     recipe = recipe or Recipe.for_regimes((task.regime for task in tasks), train_branches=train_branches)
     check_trainable(backbone, tasks, [*parents, *branches], train, validation)
+    if train_branches:
+        check_extends_nothing(tasks[0].name, [parent.name for parent in parents])
     objective = objective_for(tasks[0], recipe, train, validation)
     grid = product(tasks, recipe.rates, recipe.weight_decays)
     trainable = branches if train_branches else ()

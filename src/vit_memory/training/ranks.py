@@ -58,7 +58,9 @@ class Ranks:
         with self._explain_lost_processes():
             summed = self.accelerator.reduce(flat, reduction="sum")
         for tensor, part in zip(tensors, summed.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.data.copy_(part.view_as(tensor))
+            # A new tensor, of one layout in all processes: a gradient that one process computed, and that another
+            # without images of that task filled with zeros, may have other strides, so that its norm rounds otherwise.
+            tensor.data = part.view(tensor.shape).to(tensor.device, tensor.dtype, copy=True)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process: all must stop at the same step, or the others would wait forever."""

@@ -26,11 +26,11 @@ class SettingResult:
     stopped_at: int | None = None  # the step at which it diverged
     backbone: Backbone | None = None  # regime `full` only: the trained backbone
     branch: Branch | None = None  # the branch that was trained with the task
-    other_tasks: tuple[Task, ...] = ()  # `fit_branch`: those of the further datasets
+    other_tasks: tuple[Task, ...] = ()  # `fit_branch`: those of the further datasets; untrained if it diverged
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """The trained tasks: one, or with `fit_branch` one for every dataset."""
+        """The task, or with `fit_branch` one for every dataset."""
         return (self.task, *self.other_tasks)
 
     @property
@@ -40,8 +40,8 @@ class SettingResult:
 
     @property
     def parameters(self) -> int:
-        """How many parameters were trained."""
-        return self.setting.parameters
+        """How many parameters were trained: those of all its tasks, and of the branch that was trained with them."""
+        return self.setting.parameters + sum(task.parameters for task in self.other_tasks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +114,8 @@ def domain_results(
     for i, setting in enumerate(sweep.settings):
         score, branch = scores[i], branches[i]
         if i in state.stopped or score is None or branch is None or state.part_scores is None:
-            results.append(SettingResult(setting, setting.task, None, state.stopped.get(i)))
+            untrained = tuple(part.settings[i].task for part in sweep.parts[1:])
+            results.append(SettingResult(setting, setting.task, None, state.stopped.get(i), other_tasks=untrained))
             continue
         thresholds = list(state.thresholds[i]) if state.thresholds is not None else []
         tasks: list[Task] = []

@@ -32,6 +32,7 @@ from vit_memory.files.branchfile import branch_file, save_branch
 from vit_memory.files.container import write_container
 from vit_memory.files.taskfile import save_task
 from vit_memory.task import Task
+from vit_memory.training.branch_sweep import check_extends_nothing
 from vit_memory.training.callbacks import Callbacks, Progress
 from vit_memory.training.curves import draw_curves, read_curves, read_log
 from vit_memory.training.fit import fit
@@ -40,6 +41,10 @@ from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
 from vit_memory.training.results import FitResult, SettingResult, metric_key
 from vit_memory.training.tensorboard_events import write_events
+
+# Keys of config.json in which a resumed run may differ. `cache` is the storage that was chosen when the run started.
+# `branch_name` is for people: a branch is its digest and may be renamed, and earlier versions did not write its name.
+_NOT_COMPARED = {"cache", "branch_name"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,13 @@ class TrainingPlan:
     branch: Branch | None = None  # the frozen branch it stands on
     parent_branches: tuple[Branch, ...] = ()  # those that its parents stand on
     per_class: int | None = None  # at most so many training images of a class; None: all
+
+    def __post_init__(self) -> None:
+        if self.grid.branch_grid is None:
+            return
+        if self.branch is not None:
+            raise TrainingError(f"{self.name}: give a branch to stand on, or --branch-blocks to train one, not both.")
+        check_extends_nothing(self.name, self.extends)
 
     @property
     def direct_parents(self) -> list[Task]:
@@ -134,8 +146,6 @@ def _tasks_and_branches(
     grid, about = plan.grid, (backbone, plan.name, dataset.labels, plan.direct_parents, dataset.kind)
     if grid.branch_grid is None:
         return grid.tasks(*about, plan.branch), plan.frozen_branches
-    if plan.branch is not None:
-        raise TrainingError(f"{plan.name}: give a branch to stand on, or --branch-blocks to train one, not both.")
     tasks, branches = [], []
     for seed in grid.seeds:
         for branch in grid.branch_grid.branches(backbone, plan.name, seed):
@@ -181,7 +191,7 @@ def _config(
         "image_size": image_size,
     }
     if plan.branch is not None:
-        config["branch"] = plan.branch.digest
+        config |= {"branch": plan.branch.digest, "branch_name": plan.branch.name}
     return config
 
 
@@ -249,7 +259,7 @@ def read_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             f"{path}: cannot be read ({error}), but resuming needs it. Restore it, or use another --out."
         ) from error
     now = json.loads(json.dumps(config))
-    different = sorted(key for key in {*first, *now} - {"cache"} if first.get(key) != now.get(key))
+    different = sorted(key for key in {*first, *now} - _NOT_COMPARED if first.get(key) != now.get(key))
     if different:
         details = [
             f"{key}.{part}: {first[key].get(part)} then, {now[key].get(part)} now"

@@ -4,7 +4,7 @@ single-label   accuracy, balanced accuracy, macro F1, precision and recall per c
 multi-label    mAP, F1, precision and recall per label and over all, subset accuracy
 regression     MAE, RMSE and R² per value
 
-A target that is NaN is unknown and left out.
+A target that is NaN is unknown and left out. An output that is NaN is no answer: it is wrong for every class.
 
 To add a metric: one field or property of the scores of its kind, in `single_label`, `multi_label` or `regression`, its
 key in `as_json` of the same class, a line in `vit_memory.cli.score_pages`, which prints it, and a line in the module of
@@ -29,7 +29,7 @@ AnyScores = SingleLabelScores | MultiLabelScores | RegressionScores
 def score_task(task: Task, outputs: Tensor, targets: Tensor) -> AnyScores:
     """Score the outputs (n, C) of a task by its kind. Targets are in the order of the task's labels.
 
-    A broken task is named in the log; an image for which it gives NaN is not recognised.
+    A broken task is named in the log; an image for which it gives NaN has no answer, which is wrong.
     """
     broken = int((~outputs.isfinite()).any(-1).sum())
     if broken:

@@ -65,7 +65,8 @@ def score_multi_label(
     0.75
     """
     n, C = logits.shape
-    probabilities = logits.double().sigmoid()
+    answered = ~logits.isnan()
+    probabilities = logits.double().sigmoid().where(answered, -1.0)  # NaN is no answer, and less sure than any
     known = targets.isfinite()
     present = (targets == 1) & known
     predicted = (probabilities >= torch.tensor(thresholds or (DEFAULT_THRESHOLD,) * C, dtype=torch.float64)) & known
@@ -80,7 +81,7 @@ def score_multi_label(
         _defined(f1),
         strict=True,
     )
-    complete = known.all(1)
+    complete, right = known.all(1), (present == predicted) & answered
 
     def mean_average_precision(indices: Tensor) -> float:
         return float(average_precision(probabilities[indices], targets[indices]).nanmean())
@@ -91,9 +92,7 @@ def score_multi_label(
         interval=bootstrap_interval(mean_average_precision, n),
         micro_f1=float(2 * true_positives.sum() / (positives + predictions).sum().clamp(min=1)),
         macro_f1=float(f1[positives > 0].mean()) if bool((positives > 0).any()) else math.nan,
-        subset_accuracy=(
-            float((present == predicted)[complete].all(1).double().mean()) if bool(complete.any()) else None
-        ),
+        subset_accuracy=float(right[complete].all(1).double().mean()) if bool(complete.any()) else None,
         per_label={label: LabelScores(*scores) for label, scores in zip(labels, per_label, strict=True)},
     )
 

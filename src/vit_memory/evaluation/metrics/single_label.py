@@ -10,6 +10,7 @@ from torch import Tensor
 from vit_memory.evaluation.metrics.intervals import Interval, wilson_interval
 
 CALIBRATION_BINS = 15  # of equal width, for the calibration error
+NO_ANSWER = -1  # the predicted class of an image whose logits are not all finite
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,23 +23,29 @@ class SingleLabelScores:
     interval: Interval  # of the accuracy
     top5_accuracy: float | None  # None for five labels or fewer
     confusion: Tensor  # (C, C) int64, the confusion matrix: rows are true classes, columns predicted ones
+    no_answer: Tensor  # (C,) int64, images of each true class with NaN or infinity in the output; not in `confusion`
     calibration_error: float  # mean distance between confidence and accuracy, over bins of confidence
+
+    @property
+    def images_per_class(self) -> Tensor:
+        """(C,) int64: the images of each true class, with and without an answer."""
+        return self.confusion.sum(1) + self.no_answer
 
     @property
     def balanced_accuracy(self) -> float:
         """The mean recall of the classes that occur."""
-        images = self.confusion.sum(1).double()
+        images = self.images_per_class.double()
         return float((self.confusion.diagonal() / images)[images > 0].mean())
 
     @property
     def macro_f1(self) -> float:
         """The mean F1 of the classes that occur or are predicted."""
-        both = (self.confusion.sum(0) + self.confusion.sum(1)).double()
+        both = (self.confusion.sum(0) + self.images_per_class).double()
         return float((2 * self.confusion.diagonal() / both)[both > 0].mean())
 
     def per_class(self) -> dict[str, dict[str, float | int | None]]:
         """Images, recall and precision of every label; None if no image or no prediction has it."""
-        images, predicted = self.confusion.sum(1).tolist(), self.confusion.sum(0).tolist()
+        images, predicted = self.images_per_class.tolist(), self.confusion.sum(0).tolist()
         correct = self.confusion.diagonal().tolist()
         return {
             label: {
@@ -76,7 +83,15 @@ class SingleLabelScores:
             "per_class": self.per_class(),
             "labels": list(self.labels),
             "confusion": self.confusion.tolist(),
+            "no_answer": int(self.no_answer.sum()),
         }
+
+
+def predicted_classes(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Confidence (n,) and predicted class (n,) of logits (n, C): 0 and NO_ANSWER where one is NaN or infinite."""
+    finite = logits.isfinite().all(-1)
+    confidence, predicted = logits.double().softmax(-1).max(-1)
+    return confidence.where(finite, 0.0), predicted.where(finite, NO_ANSWER)
 
 
 def score_single_label(logits: Tensor, targets: Tensor, labels: Sequence[str]) -> SingleLabelScores:
@@ -86,10 +101,9 @@ def score_single_label(logits: Tensor, targets: Tensor, labels: Sequence[str]) -
     0.5
     """
     n, C = logits.shape
-    finite = logits.isfinite().all(-1)
-    confidence, predicted = logits.double().softmax(-1).nan_to_num(0.0).max(-1)
-    correct = (predicted == targets) & finite  # NaN is no answer
-    confusion = torch.zeros(C * C, dtype=torch.int64).index_add_(0, targets * C + predicted, torch.ones_like(targets))
+    confidence, predicted = predicted_classes(logits)
+    correct, answered = predicted == targets, predicted != NO_ANSWER
+    top5 = ((logits.topk(min(5, C)).indices == targets[:, None]).any(1) & answered).double().mean()
     bins = (confidence * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
     gaps = torch.zeros(CALIBRATION_BINS, dtype=torch.float64).index_add_(0, bins, confidence - correct.double())
     accuracy = float(correct.double().mean())
@@ -98,7 +112,8 @@ def score_single_label(logits: Tensor, targets: Tensor, labels: Sequence[str]) -
         images=n,
         accuracy=accuracy,
         interval=wilson_interval(accuracy, n),
-        top5_accuracy=float((logits.topk(5).indices == targets[:, None]).any(1).double().mean()) if C > 5 else None,
-        confusion=confusion.view(C, C),
+        top5_accuracy=float(top5) if C > 5 else None,
+        confusion=torch.bincount((targets * C + predicted)[answered], minlength=C * C).view(C, C),
+        no_answer=torch.bincount(targets[~answered], minlength=C),
         calibration_error=float(gaps.abs().sum() / n),
     )
