@@ -138,9 +138,21 @@ def test_each_setting_with_a_branch_ends_with_the_weights_of_its_solo_run(backbo
         assert one.score == solo.score
 
 
+def assert_same_to_rounding(result, other):
+    """The same tasks and branches, to rounding.
+
+    A store is filled in larger batches than the chunks of a step, and some processors round those otherwise.
+    """
+    for a, b in zip(result.settings, other.settings, strict=True):
+        branches = [] if a.branch is None else [(a.branch, b.branch)]
+        for one, same in (*branches, *zip(a.tasks, b.tasks, strict=True)):
+            for name, value in one.tensors().items():
+                torch.testing.assert_close(value, same.tensors()[name], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("mode", ["ram", "disk"])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_stored_and_live_training_give_the_same_bits(backbone, tmp_path, mode, frozen):  # noqa: F811
+def test_stored_training_ends_as_live_training_does(backbone, tmp_path, mode, frozen):  # noqa: F811
     tasks, branches = on_new_branches(backbone)
     parents = ()
     if frozen:
@@ -153,8 +165,9 @@ def test_stored_and_live_training_give_the_same_bits(backbone, tmp_path, mode, f
     options = {"train_branches": not frozen, "parents": parents}
     live = train(backbone, tasks, branches, cache=Cache("off"), **options)
     cache = Cache(mode, "float32", folder=tmp_path)
-    for _ in range(2):  # the second time the store is ready
-        assert digests(train(backbone, tasks, branches, cache=cache, **options)) == digests(live)
+    stored = [train(backbone, tasks, branches, cache=cache, **options) for _ in range(2)]  # then the store is ready
+    assert_same_to_rounding(stored[0], live)
+    assert digests(stored[1]) == digests(stored[0])
 
 
 class Stop(Exception):  # noqa: N818
