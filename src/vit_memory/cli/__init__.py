@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from vit_memory.cli import branches, cache, data, demo, evaluate, files, interop, predict, tasks, train, verify
+from vit_memory.cli import branches, cache, certify, data, demo, evaluate, files, interop, predict, tasks, train, verify
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -20,6 +20,7 @@ app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
 app.command("predict")(predict.predict)
 app.command("verify")(verify.verify)
+app.command("certify")(certify.certify)
 app.command("inspect")(files.inspect)
 app.add_typer(files.bundle_app, name="bundle")
 app.add_typer(tasks.task_app, name="task")
