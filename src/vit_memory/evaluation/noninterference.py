@@ -141,7 +141,7 @@ def _check_alone(passes: _Passes) -> Check:
     return passes.check(
         name,
         "Every task was computed alone, with its ancestors and their branches only, and beside all others. The largest "
-        "difference of an output is given; the limit is that of rounding.",
+        f"difference of an output is measured; {_limit_text(passes)}",
         "images",
         map(result, passes.model.tasks.values()),
     )
@@ -159,8 +159,8 @@ def _check_reference(passes: _Passes) -> Check:
         passes.step(name)
     return passes.check(
         name,
-        f"The answers to {len(images)} images were compared with those of the attention rule written out as one dense "
-        f"mask over one sequence, a slow computation that shares no attention code with the fast pass.",
+        "The answers were compared with those of the attention rule written out as one dense mask over one sequence, a "
+        f"slow computation with attention code of its own. The largest difference is measured; {_limit_text(passes)}",
         "images",
         [
             _rounding_result(passes, task, torch.cat([outputs[task.name] for outputs in reference]))
@@ -178,6 +178,13 @@ def _rounding_result(passes: _Passes, task: Task, answers: Tensor) -> Result:
     value = float(found[worst])
     failures = () if value <= limit[worst] else (f"{task.labels[worst]}: differs by {value:.1e}",)
     return Result(task.name, len(answers), failures, value if math.isfinite(value) else None, float(limit[worst]))
+
+
+def _limit_text(passes: _Passes) -> str:
+    return (
+        f"the limit is that of rounding, {TOLERANCE[passes.model.backbone.dtype]:g} of the largest output (at least of "
+        f"1, or of the standard deviation of a value)."
+    )
 
 
 def _scale(task: Task, answers: Tensor) -> Tensor:
@@ -216,10 +223,10 @@ def _check_gradients(passes: _Passes) -> Check:
         results.append(result(task.name, [outputs[task.name]], [*reached, *on], task))
     return passes.check(
         name,
-        f"The pass that answers was run on {len(images)} images with a graph to every tensor of every task and branch. "
-        f"Each output, multiplied with random numbers, was differentiated with respect to all tensors of unrelated "
-        f"tasks and branches (of all, for the original output). Every such gradient must be absent or exactly zero, "
-        f"and a task must have one with respect to tensors of its own.",
+        "The pass that answers was run with a graph to every tensor of every task and branch. Each output was "
+        "multiplied with random numbers, so that no sum can hide a part, and differentiated with respect to all "
+        "tensors of unrelated tasks and branches; the original output, with respect to all. Each gradient must be "
+        "absent or exactly zero, and every task must have one with respect to tensors of its own.",
         "tensors",
         results,
         len(images),

@@ -110,16 +110,19 @@ def _summary(certificate: Certificate) -> Markup:
 
 def _check(check: Check) -> Markup:
     measured = [result for result in check.results if result.limit is not None]
-    titles = ["subject", check.unit, *(("measured", "limit") if measured else ()), "result"]
+    counted = check.unit != "images"  # the number of images is the same in every row, and said above
+    titles = ["subject", *([check.unit] if counted else ()), *(("measured", "limit") if measured else ()), "result"]
     rows = []
     for result in check.results:
-        values = [_value(result), "0" if result.limit == 0 else f"{result.limit or 0:.1e}"] if measured else []
-        rows.append([result.subject, number(result.compared), *values, verdict_cell(result.passed)])
+        values = [number(result.compared)] if counted else []
+        values += [_value(result), "0" if result.limit == 0 else f"{result.limit or 0:.1e}"] if measured else []
+        rows.append([result.subject, *values, verdict_cell(result.passed)])
     failed = [
         paragraph(bold(result.subject), f": {', '.join(result.failures)}.", style="warning") for result in check.failed
     ]
-    body = table(titles, rows, {1, 2, 3} if measured else {1}, fold=False)
-    return section(check.name[0].upper() + check.name[1:], paragraph(check.method, style="soft"), body, *failed)
+    body = table(titles, rows, range(1, len(titles) - 1), fold=False)
+    text = paragraph(check.method, f" On {count(check.images, 'image')}.", style="soft")
+    return section(check.name[0].upper() + check.name[1:], text, body, *failed)
 
 
 def _worst(check: Check) -> str:
@@ -137,23 +140,25 @@ def _value(result: Result) -> str:
 
 
 def _tasks(certificate: Certificate) -> Markup:
-    rows = [
-        [
-            task.name,
+    pairs = []
+    for task in certificate.tasks:
+        facts_of_task = [
             f"{task.regime}: {task.method}" if task.method != task.regime else task.regime,
-            ", ".join(task.parents) or "–",
-            task.branch or "–",
-            number(task.parameters),
-            _code_cell(task.digest),
+            f"{task.kind}, {count(task.labels, 'output')}",
+            *([f"extends {', '.join(task.parents)}"] if task.parents else ()),
+            *([f"on branch {task.branch}"] if task.branch else ()),
+            count(task.parameters, "parameter"),
+            task.file,
         ]
-        for task in certificate.tasks
-    ]
-    titles = ("task", "regime", "extends", "branch", "parameters", "digest")
-    parts = [table(titles, rows, {4}, fold=False)]
-    if certificate.branches:
-        branches = [[b.name, b.method, number(b.parameters), _code_cell(b.digest)] for b in certificate.branches]
-        parts.append(table(("branch", "method", "parameters", "digest"), branches, {2}, fold=False))
-    return section("Tasks" if not certificate.branches else "Tasks and branches", *parts)
+        pairs.append((f"task {task.name}", _with_digest("; ".join(facts_of_task), task.digest)))
+    for branch in certificate.branches:
+        text = f"{branch.method}; {count(branch.parameters, 'parameter')}"
+        pairs.append((f"branch {branch.name}", _with_digest(text, branch.digest)))
+    return section("Tasks and branches" if certificate.branches else "Tasks", details(pairs))
+
+
+def _with_digest(text: str, digest: str) -> Markup:
+    return join([text, Markup("<br>digest "), _code(digest)])
 
 
 def _images(images: CertifiedImages) -> Markup:
@@ -209,7 +214,11 @@ def _integrity(certificate: Certificate, json_name: str) -> Markup:
 
 
 def _plain(value: object) -> str:
-    return " × ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    """Sizes with ×, other lists in brackets."""
+    if not isinstance(value, (list, tuple)):
+        return str(value)
+    sizes = all(isinstance(one, int) for one in value)
+    return " × ".join(map(str, value)) if sizes else f"({', '.join(map(str, value))})"
 
 
 def _code(text: str) -> Markup:
@@ -217,4 +226,4 @@ def _code(text: str) -> Markup:
 
 
 def _code_cell(digest: str) -> Markup:
-    return Markup(f"<td><code>{escape(digest)}</code></td>")
+    return Markup(f'<td class="digest"><code>{escape(digest)}</code></td>')
