@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vit_memory.evaluation.certificate import Certificate, Request
 
 # Where things are may differ when a certificate is checked; what is computed may not.
-_WITH_CHECK = {"check", "sources", "data", "data_dir", "download", "backbone", "device"}
+_WITH_CHECK = {"check", "sources", "rename", "data", "data_dir", "download", "backbone", "device"}
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def certify(
     show_log()
     if check is not None:
         _refuse_options()
-        _check(check, sources, on.data, data, backbone, device)
+        _check(check, _given_paths(sources, rename, on.data, data, backbone, device), download=data.download)
         return
     if not sources or on.data is None:
         raise typer.BadParameter("give task files or a bundle, and --data; or --check with a certificate.")
@@ -86,7 +86,7 @@ def certify(
         dtype=on.dtype,
         device=device,
         backbone=backbone,
-        rename=tuple((str(path), name) for path, name in parse_rename(rename).items()),
+        rename=_renamed(rename),
         data_dir=None if data.data_dir is None else str(data.data_dir),
         image_column=data.image_column,
         label_columns=column_names(data.label_column),
@@ -116,23 +116,46 @@ def _make(request: "Request", out: Path, *, download: bool) -> None:
         raise typer.Exit(1)
 
 
-def _check(
-    path: Path, sources: list[Path] | None, images: str | None, data: DataOptions, backbone: str | None, device: str
-) -> None:
-    from vit_memory.evaluation.certificate import check_again, read_certificate
-
-    old = read_certificate(path)
-    typer.echo(f"{path}: the content matches its SHA-256 ({old.sha256}); made {old.created}")
-    given = {
-        "sources": tuple(map(str, sources or ())),
+def _given_paths(
+    sources: list[Path] | None,
+    rename: list[str] | None,
+    images: str | None,
+    data: DataOptions,
+    backbone: str | None,
+    device: str,
+) -> "dict[str, object]":
+    """The fields of a certificate's request that are replaced: where things are, as far as it was given."""
+    given: dict[str, object] = {
         "data": images,
         "data_dir": None if data.data_dir is None else str(data.data_dir),
         "backbone": backbone,
         "device": device if _is_given("device") else None,
     }
-    request = replace(old.request, **{name: value for name, value in given.items() if value})  # type: ignore[arg-type]
+    if sources:
+        given |= {"sources": tuple(map(str, sources)), "rename": _renamed(rename)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _renamed(rename: list[str] | None) -> tuple[tuple[str, str], ...]:
+    return tuple((str(path), name) for path, name in parse_rename(rename).items())
+
+
+def _check(path: Path, given: "dict[str, object]", *, download: bool) -> None:
+    """Check a certificate again, with the paths that were given instead of its own."""
+    from vit_memory.errors import TaskError
+    from vit_memory.evaluation.certificate import check_again, read_certificate
+
+    old = read_certificate(path)
+    typer.echo(f"{path}: the content matches its SHA-256 ({old.sha256}); made {old.created}")
+    request = replace(old.request, **given)  # type: ignore[arg-type]
+    missing = [source for source in request.sources if not Path(source).exists()]
+    if missing:
+        raise TaskError(
+            f"{', '.join(missing)}: named by the certificate, but not found from this folder. Give the tasks again: "
+            f"vit-memory certify --check {path} TASK|BUNDLE"
+        )
     with closing(_Progress()) as progress:
-        repetition = check_again(old, request, download=data.download, on_progress=progress)
+        repetition = check_again(old, request, download=download, on_progress=progress)
     typer.echo(_table(repetition.certificate))
     for note in repetition.notes:
         typer.echo(f"note: {note}")

@@ -206,7 +206,7 @@ def _integrity(certificate: Certificate, json_name: str) -> Markup:
         ),
         code_block(f"vit-memory certify --check {json_name}"),
         paragraph(
-            "repeats them on the same tasks and images and names what differs. Other versions or another machine are "
+            "It repeats them on the same tasks and images and names what differs. Other versions or machines are "
             "reported and are no failure; differences to rounding may change, their limits count.",
             style="soft",
         ),
