@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import click
 import typer
 
 from vit_memory.choices import Precision, SplitName
@@ -37,6 +36,7 @@ class CertifiedOn:
 
 @spread_options
 def certify(
+    context: typer.Context,
     sources: Annotated[
         list[Path] | None, typer.Argument(metavar="TASK|BUNDLE", help="Task files or bundle folders.")
     ] = None,
@@ -67,8 +67,9 @@ def certify(
     """
     show_log()
     if check is not None:
-        _refuse_options()
-        _check(check, _given_paths(sources, rename, on.data, data, backbone, device), download=data.download)
+        _refuse_options(context)
+        given_device = device if _is_given(context, "device") else None
+        _check(check, _given_paths(sources, rename, on.data, data, backbone, given_device), download=data.download)
         return
     if not sources or on.data is None:
         raise typer.BadParameter("give task files or a bundle, and --data; or --check with a certificate.")
@@ -122,14 +123,14 @@ def _given_paths(
     images: str | None,
     data: DataOptions,
     backbone: str | None,
-    device: str,
+    device: str | None,
 ) -> "dict[str, object]":
     """The fields of a certificate's request that are replaced: where things are, as far as it was given."""
     given: dict[str, object] = {
         "data": images,
         "data_dir": None if data.data_dir is None else str(data.data_dir),
         "backbone": backbone,
-        "device": device if _is_given("device") else None,
+        "device": device,
     }
     if sources:
         given |= {"sources": tuple(map(str, sources)), "rename": _renamed(rename)}
@@ -165,13 +166,14 @@ def _check(path: Path, given: "dict[str, object]", *, download: bool) -> None:
     typer.echo("\neverything is as it was: the same backbone, tasks and images, and all checks passed.")
 
 
-def _is_given(name: str) -> bool:
-    return click.get_current_context().get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
-def _refuse_options() -> None:
+def _refuse_options(context: typer.Context) -> None:
     """Raise BadParameter for options that a certificate has fixed."""
-    extra = [name for name in click.get_current_context().params if _is_given(name) and name not in _WITH_CHECK]
+    extra = [name for name in context.params if _is_given(context, name) and name not in _WITH_CHECK]
     if extra:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in extra)
         raise typer.BadParameter(f"{options}: not with --check, which repeats what the certificate says.")

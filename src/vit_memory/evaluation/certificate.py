@@ -21,6 +21,7 @@ from typing import Any, get_args
 import torch
 
 from vit_memory.atomic import write_atomic
+from vit_memory.backbone import BackboneIdentity
 from vit_memory.choices import KindOrAuto, Precision, SplitName
 from vit_memory.data.images import Images
 from vit_memory.data.loading import load_one, nothing_usable
@@ -32,7 +33,7 @@ from vit_memory.evaluation.models import open_composable, preprocessing_of
 from vit_memory.evaluation.noninterference import Check, OnProgress, Result, check_noninterference
 from vit_memory.files.collect import Collected
 from vit_memory.files.container import parse_json
-from vit_memory.files.description import check_format
+from vit_memory.files.description import check_format, read_backbone, read_preprocessing
 from vit_memory.model import MemoryViT
 from vit_memory.preprocessing import Preprocessing
 
@@ -150,11 +151,11 @@ class Certificate:
     seconds: float
     command: str | None
     request: Request
-    backbone: Mapping[str, Any]  # the fields of BackboneIdentity
+    backbone: BackboneIdentity
     tasks: tuple[CertifiedTask, ...]
     branches: tuple[CertifiedBranch, ...]
     images: CertifiedImages
-    preprocessing: Mapping[str, Any]  # the fields of Preprocessing
+    preprocessing: Preprocessing
     environment: Environment
     checks: tuple[Check, ...]
 
@@ -210,7 +211,6 @@ def certify(
     model, collected = _open(request)
     preprocessing = preprocessing_of(model, model.tasks)
     images, pixels = _load_images(request, preprocessing, None if images_of is None else images_of.images, download)
-    backbone = asdict(model.backbone.identity)
     model = model.to(getattr(torch, request.dtype))
     pixels = pixels.to(model.backbone.device, model.backbone.dtype)
     threads = torch.get_num_threads()
@@ -224,14 +224,14 @@ def certify(
         seconds=round(time.perf_counter() - started, 1),
         command=command,
         request=request,
-        backbone=backbone,
+        backbone=model.backbone.identity,
         tasks=_certified_tasks(model, collected),
         branches=tuple(
             CertifiedBranch(branch.name, branch.digest, branch.method, branch.parameters)
             for branch in model.tasks.branches.values()
         ),
         images=images,
-        preprocessing=asdict(preprocessing),
+        preprocessing=preprocessing,
         environment=_environment(),
         checks=checks,
     )
@@ -411,12 +411,15 @@ def _rebuild(content: Mapping[str, Any]) -> Certificate:
     for name in ("sources", "label_columns"):
         request[name] = tuple(request[name])
     request["rename"] = tuple((path, name) for path, name in request["rename"])
+    preprocessing = read_preprocessing(content["preprocessing"])
+    if preprocessing is None:
+        raise ValueError("no preprocessing")
     return Certificate(
         created=content["created"],
         seconds=content["seconds"],
         command=content["command"],
         request=Request(**request),
-        backbone=content["backbone"],
+        backbone=read_backbone(content["backbone"]),
         tasks=tuple(CertifiedTask(**{**task, "parents": tuple(task["parents"])}) for task in content["tasks"]),
         branches=tuple(CertifiedBranch(**branch) for branch in content["branches"]),
         images=CertifiedImages(
@@ -426,7 +429,7 @@ def _rebuild(content: Mapping[str, Any]) -> Certificate:
                 "bad": tuple((name, reason) for name, reason in images["bad"]),
             }
         ),
-        preprocessing=content["preprocessing"],
+        preprocessing=preprocessing,
         environment=Environment(**content["environment"]),
         checks=tuple(_rebuild_check(check) for check in content["checks"]),
     )
@@ -470,7 +473,7 @@ def check_again(
         *(f"check failed: {failure}" for failure in new.failures),
     ]
     if old.preprocessing != new.preprocessing:
-        differences.append(f"preprocessing: was {dict(old.preprocessing)}, is {dict(new.preprocessing)}")
+        differences.append(f"preprocessing: was {old.preprocessing}, is {new.preprocessing}")
     if not old.passed:
         differences.append(f"the certificate itself is of failed checks: {'; '.join(old.failures)}")
     dropped = {check.name for check in old.checks} - {check.name for check in new.checks}
@@ -479,8 +482,8 @@ def check_again(
 
 
 def _other_backbone(old: Certificate, new: Certificate) -> list[str]:
-    was, now = old.backbone["fingerprint"], new.backbone["fingerprint"]
-    return [] if was == now else [f"backbone {new.backbone['name']}: fingerprint was {was[:12]}…, is {now[:12]}…"]
+    was, now = old.backbone.fingerprint, new.backbone.fingerprint
+    return [] if was == now else [f"backbone {new.backbone.name}: fingerprint was {was[:12]}…, is {now[:12]}…"]
 
 
 def _other_items(

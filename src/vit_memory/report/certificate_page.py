@@ -1,5 +1,6 @@
 """write_certificate_page: a certificate as one HTML page to read, print and keep beside the JSON file."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from vit_memory.atomic import write_atomic
@@ -29,8 +30,9 @@ def hash_in_python(file: str) -> str:
     """Three lines of Python that compute the hash of a certificate again."""
     return (
         "import hashlib, json\n"
-        f"file = json.load(open({file!r}, encoding='utf-8')); claimed = file.pop('sha256')\n"
-        "print(claimed == hashlib.sha256(json.dumps(file, sort_keys=True, separators=(',', ':')).encode()).hexdigest())"
+        f'file = json.load(open("{file}", encoding="utf-8"))\n'
+        'print(file.pop("sha256") == hashlib.sha256('
+        'json.dumps(file, sort_keys=True, separators=(",", ":")).encode()).hexdigest())'
     )
 
 
@@ -40,7 +42,7 @@ def write_certificate_page(path: Path, certificate: Certificate, json_name: str)
     verdict = "passed" if certificate.passed else "FAILED"
     body = [
         paragraph("certificate of non-interference", style="kicker"),
-        Markup(f"<h1>{escape(tasks)} on {escape(certificate.backbone['name'])}: {verdict}</h1>\n"),
+        Markup(f"<h1>{escape(tasks)} on {escape(certificate.backbone.name)}: {verdict}</h1>\n"),
         facts(_headline(certificate)),
         _verdict(certificate),
         details(_facts_of(certificate)),
@@ -87,11 +89,14 @@ def _facts_of(certificate: Certificate) -> list[tuple[str, str]]:
     request, backbone, images = certificate.request, certificate.backbone, certificate.images
     pairs = [
         ("made", certificate.created.replace("T", " ").replace("+00:00", " UTC")),
-        ("backbone", f"{backbone['name']} (family {backbone['family']})"),
-        ("fingerprint", _code(backbone["fingerprint"])),
+        ("backbone", f"{backbone.name} (family {backbone.family})"),
+        ("fingerprint", _code(backbone.fingerprint)),
         ("images", f"{count(len(images.used), 'image')} of the {images.split} split of {images.source}"),
         ("their SHA-256", _code(images.sha256)),
-        ("preprocessing", ", ".join(f"{name} {_plain(value)}" for name, value in certificate.preprocessing.items())),
+        (
+            "preprocessing",
+            ", ".join(f"{name} {_plain(value)}" for name, value in asdict(certificate.preprocessing).items()),
+        ),
         (
             "computed in",
             f"{request.dtype} on {request.device}, batches of {request.batch}, "
