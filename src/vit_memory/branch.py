@@ -6,8 +6,8 @@ original tokens never read it. Its pass is computed once, however many tasks sta
 for the last k of L blocks. From block 0 on it is what LoRA computes.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -69,6 +69,10 @@ class Branch:
     def tensors(self) -> dict[str, Tensor]:
         """Everything learned, by name, in a fixed order."""
         return dict(self.adapter.tensors())
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Branch":
+        """The same branch with every tensor changed; shapes must stay."""
+        return replace(self, adapter=self.adapter.map(change))
 
     @property
     def digest(self) -> str:

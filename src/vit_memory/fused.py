@@ -66,7 +66,6 @@ class _Rows:
         return rows[self.class_tokens].view(self.batch, self.readers, -1)
 
 
-@torch.no_grad()
 def run_fused(
     roles: Roles,
     plan: JoinPlan,
@@ -74,7 +73,10 @@ def run_fused(
     images: Tensor,
     branches: Sequence[PreparedBranch] = (),
 ) -> FusedOutputs:
-    """The final output of the original tokens and of each branch, and the class tokens' outputs."""
+    """The final output of the original tokens and of each branch, and the class tokens' outputs.
+
+    Call it in `torch.no_grad`, unless a graph to what the readers and branches were made from is wanted.
+    """
     x, rotation = roles.embed(images)
     B, N, D = x.shape
     T = 0 if readers is None else len(readers.tokens)

@@ -125,15 +125,25 @@ class MemoryViT(nn.Module):
                 {name: old.branches[name] for name in old.branches if name in graph.branches},
             )
 
+    @torch.no_grad()
     def forward(self, images: Tensor, tasks: Sequence[str] | None = None) -> Outputs:
         """Answer for `tasks` (all attached ones by default) and for the backbone, in one pass.
 
         images: (B, C, height, width), floating point, normalised by the backbone's preprocessing. Only the named tasks,
         their ancestors and the branches that these stand on are computed. No gradient is kept; `fit` trains tasks.
         """
-        images = self.backbone.check_images(images)
-        selection = self._select(tasks)
-        roles = self.backbone.roles
+        return self._run(images, self._select(tasks))
+
+    def forward_with_graph(self, images: Tensor) -> Outputs:
+        """The same pass for all tasks, with a graph to the tensors of tasks and branches that want a gradient.
+
+        It shows which output depends on which tensor. Training has a cheaper pass, without a graph of the trunk.
+        """
+        graph = self._snapshot.graph
+        return self._run(images, self._assemble(_Snapshot(graph), tuple(graph)))  # not cached: it holds a graph
+
+    def _run(self, images: Tensor, selection: _Selection) -> Outputs:
+        images, roles = self.backbone.check_images(images), self.backbone.roles
         if selection.readers is None and not selection.branches:
             trunk = run_trunk(roles, images, keep=0)
             return _answer(selection, trunk.output, trunk.patches, ())
@@ -147,6 +157,7 @@ class MemoryViT(nn.Module):
 
         return _answer(selection, fused.finals.__getitem__, patches, fused.readers)
 
+    @torch.no_grad()
     def trunk(self, images: Tensor) -> Trunk:
         """The pass of the original tokens and of all branches, with keys and values to read any task from later."""
         snapshot = self._snapshot
@@ -196,7 +207,6 @@ class MemoryViT(nn.Module):
                 snapshot.selections = {**others, wanted: selection}
         return selection
 
-    @torch.no_grad()
     def _assemble(self, snapshot: _Snapshot, wanted: tuple[str, ...]) -> _Selection:
         graph, roles = snapshot.graph, self.backbone.roles
         prepared: dict[str, _PreparedTask] = {}
@@ -230,7 +240,6 @@ class MemoryViT(nn.Module):
         answers = tuple(_Answer(name, keys[name], position.get(name), prepared[name]) for name in wanted)
         return _Selection(readers, tuple(branches.values()), answers)
 
-    @torch.no_grad()
     def _prepare_branch(self, snapshot: _Snapshot, branch: Branch) -> PreparedBranch:
         prepared = snapshot.branches.get(branch.name)
         if prepared is None:

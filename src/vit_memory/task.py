@@ -3,8 +3,8 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from typing import Any, Protocol, get_args
@@ -219,6 +219,17 @@ class Task:
         token = {} if self.class_token is None else {"class_token": self.class_token}
         head = {"memory": self.memory, "head.weight": self.head_weight, "head.bias": self.head_bias}
         return {**token, **head, **dict(self.reader.tensors() if self.reader is not None else ())}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Task":
+        """The same task with every tensor changed; shapes must stay."""
+        return replace(
+            self,
+            class_token=None if self.class_token is None else change(self.class_token),
+            memory=change(self.memory),
+            head_weight=change(self.head_weight),
+            head_bias=change(self.head_bias),
+            reader=None if self.reader is None else self.reader.map(change),
+        )
 
     @property
     def digest(self) -> str:

@@ -54,7 +54,10 @@ def with_updates(run: Run, updates: BlockUpdates) -> Run:
 
 
 def with_updates_in(run: Run, changes: Sequence[tuple[RowsOf, BlockUpdates]]) -> Run:
-    """Apply modules with `run` to many rows, then change some of them in place, as seen through their views."""
+    """Apply modules with `run` to many rows, then change some of them, as seen through their views.
+
+    In place where there is no graph.
+    """
 
     def run_with_updates(module: nn.Module, x: Tensor) -> Tensor:
         y = run(module, x)
@@ -67,7 +70,8 @@ def with_updates_in(run: Run, changes: Sequence[tuple[RowsOf, BlockUpdates]]) ->
             for update in own:
                 changed = update(read, changed)
             if changed is not written:
-                written.copy_(changed)
+                y = y.clone() if torch.is_grad_enabled() else y  # a graph keeps y as it was
+                view(y).copy_(changed)
         return y
 
     return run_with_updates

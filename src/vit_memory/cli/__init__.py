@@ -7,6 +7,7 @@ import typer
 from vit_memory.cli import (
     branches,
     cache,
+    certify,
     data,
     demo,
     evaluate,
@@ -34,6 +35,7 @@ app.command("train", cls=GroupedHelp)(train.train)
 app.command("evaluate", cls=GroupedHelp)(evaluate.evaluate)
 app.command("predict")(predict.predict)
 app.command("verify")(verify.verify)
+app.command("certify")(certify.certify)
 app.command("reproduce")(reproduce.reproduce)
 app.command("inspect")(files.inspect)
 app.add_typer(files.bundle_app, name="bundle")

@@ -212,7 +212,7 @@ class _Evaluation:
 
 def _check_writable(report: Path) -> None:
     """Refuse a page that cannot be written before the images are scored."""
-    from vit_memory.report.page import check_writable
+    from vit_memory.report.frame import check_writable
 
     check_writable(report)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from vit_memory.backbone import Backbone, load_backbone
 from vit_memory.errors import BackboneMismatch, TaskError
 from vit_memory.files.bundle import Bundle
-from vit_memory.files.collect import TaskFile, collect
+from vit_memory.files.collect import Collected, TaskFile, collect
 from vit_memory.files.container import read_container
 from vit_memory.files.taskfile import backbone_file
 from vit_memory.model import MemoryViT
@@ -28,15 +28,8 @@ def open_model(
     `rename` gives the tasks of some files other names. A task that does not compose must be the only one; the backbone
     of regime `full` is read from the file beside the task file.
     """
-    for path in sources:
-        if not path.exists():
-            raise TaskError(f"{path}: no such task file or bundle.")
-    bundles = [Bundle.open(path) for path in sources if path.is_dir()]
-    paths = [path for path in sources if not path.is_dir()]
-    collected = collect(paths, bundles, rename=rename, option="--rename")
+    collected = _collect(sources, rename)
     files = collected.files
-    if not files:
-        raise TaskError(f"{', '.join(map(str, sources)) or 'no files given'}: no tasks in it.")
     loaded = load_backbone(backbone or files[0].task.backbone.name, device=device)
     standalone = [file for file in files if file.task.regime not in COMPOSABLE]
     if not standalone:
@@ -45,6 +38,37 @@ def open_model(
     if len(files) > 1:
         raise TaskError(f"task {task.name!r} is of regime {task.regime!r} and cannot be combined; open it alone.")
     return StandaloneModel(_tuned_backbone(loaded, file) if REGIMES[task.regime].own_backbone else loaded, task)
+
+
+def open_composable(
+    sources: Sequence[Path],
+    backbone: str | None = None,
+    device: str = "cpu",
+    rename: Mapping[Path, str] | None = None,
+) -> tuple[MemoryViT, Collected]:
+    """As `open_model`, with the files of the tasks; TaskError if one of them does not compose."""
+    collected = _collect(sources, rename)
+    for file in collected.files:
+        conflict = REGIMES[file.task.regime].conflict
+        if conflict is not None:
+            raise TaskError(
+                f"{file.path}: task {file.task.name!r} is of regime {file.task.regime!r}: {conflict}. Leave it out; "
+                f"tasks of these regimes leave others as they are: {', '.join(sorted(COMPOSABLE))}."
+            )
+    loaded = load_backbone(backbone or collected.tasks[0].backbone.name, device=device)
+    return MemoryViT(loaded, collected.tasks, collected.branches), collected
+
+
+def _collect(sources: Sequence[Path], rename: Mapping[Path, str] | None) -> Collected:
+    for path in sources:
+        if not path.exists():
+            raise TaskError(f"{path}: no such task file or bundle.")
+    bundles = [Bundle.open(path) for path in sources if path.is_dir()]
+    paths = [path for path in sources if not path.is_dir()]
+    collected = collect(paths, bundles, rename=rename, option="--rename")
+    if not collected.files:
+        raise TaskError(f"{', '.join(map(str, sources)) or 'no files given'}: no tasks in it.")
+    return collected
 
 
 def preprocessing_of(model: Model, names: Iterable[str]) -> Preprocessing:

@@ -18,15 +18,13 @@ from vit_memory.backbone import Backbone, load_backbone
 from vit_memory.branch import Branch, new_branch
 from vit_memory.choices import Kind, Projection
 from vit_memory.errors import VitMemoryError
-from vit_memory.families import Family, families, family_of
+from vit_memory.evaluation.comparisons import TOLERANCE, changed_fields, difference, library_output, model_of_one
+from vit_memory.families import Family, families
 from vit_memory.families.roles import projections_of
 from vit_memory.model import MemoryViT
 from vit_memory.read_out import FINAL, ReadOut
 from vit_memory.reference import dense_forward
 from vit_memory.task import TargetScale, Task, new_task
-
-# The largest differences that rounding causes in logits of unit scale. Half precision has 8 or 11 significant bits.
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +154,8 @@ def verify(
     seed: int = 0,
 ) -> Verification:
     """Check the promises on a library model; `dtype` applies to a copy, the model itself is not changed."""
-    library_model = load_backbone(model, dtype=dtype).model  # of the library's own class, with its own forward
-    backbone, family = load_backbone(library_model), family_of(model)
-    identical, interference, difference = True, [0.0], [0.0]
+    backbone = load_backbone(model, dtype=dtype)
+    identical, interference, reference_difference = True, [0.0], [0.0]
     generator = torch.Generator().manual_seed(seed)
     for g in range(graphs):
         graph, branches = random_graph(backbone, tasks, seed + g)
@@ -167,22 +164,14 @@ def verify(
             images = torch.randn(batch, backbone.roles.channels, height, width, generator=generator)
             images = images.to(backbone.device, dtype)
             outputs = together(images)
-            with torch.no_grad():
-                expected = family.library_forward(library_model, images)
-            identical &= all(torch.equal(getattr(outputs.original, field), value) for field, value in expected.items())
+            identical &= not changed_fields(outputs.original, library_output(backbone, images))
             reference = dense_forward(backbone, graph, images, branches)
             for task in graph:
-                needed = together.tasks.with_ancestors((task.name,))
-                own = {b.name: b for name in needed if (b := together.tasks.branch_of(name)) is not None}
-                apart = MemoryViT(backbone, [together.tasks[name] for name in needed], own.values())
-                alone = apart(images, (task.name,))
-                interference.append(_distance(outputs[task.name], alone[task.name]))
-                difference.append(_distance(outputs[task.name], reference[task.name]))
-    return Verification(name or family.name, identical, _worst(interference), _worst(difference), TOLERANCE[dtype])
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).abs().max())
+                alone = model_of_one(together, task.name)(images, (task.name,))
+                interference.append(float(difference(outputs[task.name], alone[task.name]).max()))
+                reference_difference.append(float(difference(outputs[task.name], reference[task.name]).max()))
+    worst = _worst(interference), _worst(reference_difference)
+    return Verification(name or backbone.family.name, identical, *worst, TOLERANCE[dtype])
 
 
 def _worst(values: Sequence[float]) -> float:

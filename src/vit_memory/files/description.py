@@ -90,7 +90,7 @@ def read_record(description: Mapping[str, Any]) -> TaskRecord:
     return TaskRecord(
         created=read_text(description["created"], "created"),
         library_version=read_text(description["library_version"], "library_version"),
-        preprocessing=_read_preprocessing(description["preprocessing"]),
+        preprocessing=read_preprocessing(description["preprocessing"]),
         recipe=dict(description["recipe"]),
         metrics=dict(description["metrics"]),
         half_of=None if description["half_of"] is None else read_text(description["half_of"], "half_of"),
@@ -120,7 +120,8 @@ def read_numbers(values: Any, field: str) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
 
 
-def _read_preprocessing(values: Mapping[str, Any] | None) -> Preprocessing | None:
+def read_preprocessing(values: Mapping[str, Any] | None) -> Preprocessing | None:
+    """How images were prepared, if it is known."""
     if values is None:
         return None
     resize, crop = values["resize"], values["crop"]

@@ -51,6 +51,16 @@ def details(pairs: Iterable[tuple[str, str]]) -> Markup:
     return Markup(f"<dl>{''.join(rows)}</dl>\n")
 
 
+def verdict_cell(passed: bool) -> Markup:
+    """A table cell that says whether a check passed."""
+    return Markup(f'<td class="{"yes" if passed else "no"}">{"passed" if passed else "FAILED"}</td>')
+
+
+def code_block(text: str) -> Markup:
+    """Lines of code."""
+    return Markup(f"<pre><code>{escape(text)}</code></pre>\n")
+
+
 def share_cell(share: float | None) -> Markup:
     """A table cell with a share of one as a number and a bar."""
     if share is None:
@@ -64,8 +74,9 @@ def table(
     numeric: Collection[int] = (),
     bold_row: int | None = None,
     more: str = "rows",
+    fold: bool = True,
 ) -> Markup:
-    """A table; a value that is markup is a whole <td>. Rows after the first ones are folded away."""
+    """A table; a value that is markup is a whole <td>. Rows after the first ones are folded away, unless not `fold`."""
     head = "".join(f"<th{_numeric(i in numeric)}>{escape(title)}</th>" for i, title in enumerate(titles))
 
     def part(chosen: Sequence[Sequence[str]], first: int) -> str:
@@ -79,7 +90,7 @@ def table(
         body = "\n".join(lines)
         return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>\n'
 
-    if len(rows) <= FIRST_ROWS + 5:
+    if len(rows) <= FIRST_ROWS + 5 or not fold:
         return Markup(part(rows, 0))
     listed = "" if len(rows) <= MOST_ROWS else f", of which {MOST_ROWS - FIRST_ROWS} are listed"
     summary = f"<summary>{number(len(rows) - FIRST_ROWS)} more {escape(more)}{listed}</summary>"

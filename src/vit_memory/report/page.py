@@ -1,6 +1,5 @@
 """write_report: one HTML page about tasks on the images of a split. It refers to nothing outside itself."""
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -9,15 +8,14 @@ from pathlib import Path
 from vit_memory.atomic import write_atomic
 from vit_memory.branch import Branch
 from vit_memory.data.splits import Split
-from vit_memory.errors import FileError
 from vit_memory.evaluation.inference import Evaluated
 from vit_memory.evaluation.metrics import MultiLabelScores, RegressionScores
 from vit_memory.evaluation.models import Model
 from vit_memory.model import MemoryViT
 from vit_memory.report import multi_label, regression, single_label
 from vit_memory.report.elements import Markup, bold, count, details, escape, facts, join, paragraph, section, table
+from vit_memory.report.frame import footer, html_page
 from vit_memory.report.pictures import Pictures
-from vit_memory.report.style import STYLE
 from vit_memory.report.training import TrainingResult, training_sections
 from vit_memory.task import Task
 
@@ -43,18 +41,6 @@ class ScoredSplit:
     split: Split
     tasks: Mapping[str, Evaluated]
     about: About
-
-
-def check_writable(path: Path) -> None:
-    """Raise FileError unless a file can be written at `path`; leaves nothing behind."""
-    if path.is_dir():
-        raise FileError(f"{path}: is a folder; expected the name of a file, such as {path / 'report.html'}.")
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
-    try:
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        raise FileError(f"{path}: cannot be written, {error.strerror}. Choose another place.") from error
 
 
 def write_report(
@@ -84,7 +70,7 @@ def write_report(
         shown = Pictures.of(model, one.split, evaluated.task, per_section)
         own = () if several or training is None else training_sections(training)
         articles.append(_article(model, evaluated, shown, one.about, own, None if several else command))
-    page = html_page(f"{title}: report", join([*articles, _bad_images(bad_images or {}), _footer()]))
+    page = html_page(f"{title}: report", join([*articles, _bad_images(bad_images or {}), footer()]))
     write_atomic(path, [page.encode("utf-8", "backslashreplace")])  # file names are bytes of any encoding
 
 
@@ -180,20 +166,3 @@ def _bad_images(reasons: Mapping[str, str]) -> Markup:
     more = f" The first {_MOST_BAD_IMAGES} are listed." if len(reasons) > _MOST_BAD_IMAGES else ""
     text = paragraph(bold(count(len(reasons), "image")), f" could not be read and took no part.{more}")
     return section("Images left out", text, table(("image", "reason"), rows, more="images"))
-
-
-def _footer() -> Markup:
-    return Markup("<footer>Written by vit-memory. The page needs no network and runs no scripts.</footer>")
-
-
-def html_page(title: str, body: Markup) -> str:
-    """A whole page around its body."""
-    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # nothing is loaded, no script runs
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<title>{escape(title)}</title><style>{STYLE}</style></head>
-<body><main>
-{body}
-</main></body></html>
-"""

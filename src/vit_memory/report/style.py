@@ -64,6 +64,11 @@ figure.chart { max-width: 34rem; } .chart svg { width: 100%; height: auto; displ
   text-overflow: ellipsis; } figcaption b { color: var(--ink); } .yes { color: var(--good); } .no { color: var(--bad); }
 code { font-size: .9em; background: var(--card); border: 1px solid var(--line); border-radius: .3rem;
   padding: .05rem .3rem; }
+pre { background: var(--card); border: 1px solid var(--line); border-radius: .6rem; padding: .7rem .9rem;
+  overflow-x: auto; line-height: 1.45; } pre code { border: 0; padding: 0; background: none; overflow-wrap: normal; }
+td code { border: 0; padding: 0; background: none; } td.digest { min-width: 19rem; }
+td.yes, td.no { font-weight: 700; white-space: nowrap; }
+.fact.failed b { color: var(--bad); }
 footer { margin-top: 3.5rem; color: var(--soft); font-size: .9rem; }
 @media (max-width: 34rem) { main { padding: 1.3rem .9rem 3rem; } h1 { font-size: 1.5rem; }
   .facts { grid-template-columns: 1fr 1fr; } th, td { padding: .4rem .35rem; }
@@ -75,5 +80,5 @@ footer { margin-top: 3.5rem; color: var(--soft); font-size: .9rem; }
   .wide .confusion td:first-child { position: static; min-width: 1.6rem; } }
 @media print { body { background: #fff; font-size: 11pt; } main { max-width: none; padding: 0; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } .wide { overflow: visible; }
-  h2 { break-after: avoid; } tr { break-inside: avoid; } }
+  pre { white-space: pre-wrap; } h2 { break-after: avoid; } tr { break-inside: avoid; } }
 """

@@ -22,7 +22,7 @@ from vit_memory.report.experiments.together import (
     example_section,
     extension_section,
 )
-from vit_memory.report.page import html_page
+from vit_memory.report.frame import footer, html_page
 
 TITLE = "vit-memory: the experiments"
 
@@ -36,7 +36,7 @@ def write_experiment_report(folder: Path) -> tuple[Path, Path]:
     sections = list(experiment_sections(every))
     about = _about(every)
     heading = Markup(f"<h1>{escape(TITLE)}</h1>\n")
-    body = join([heading, paragraph(about, style="soft"), *(section.markup() for section in sections)])
+    body = join([heading, paragraph(about, style="soft"), *(section.markup() for section in sections), footer()])
     page, text = folder / "report.html", folder / "report.md"
     write_atomic(page, [html_page(TITLE, body).encode()])
     markdown = "\n".join([f"# {TITLE}\n", about + "\n", *(section.markdown() for section in sections)])
