@@ -27,7 +27,7 @@ _METADATA = {
 _STYLE = """
 body { max-width: 60rem; margin: auto; }
 table { display: block; overflow-x: auto; max-width: 100%; }
-table th, table td { white-space: nowrap !important; }
+table td { white-space: nowrap !important; }
 .highlight, .jp-RenderedHTMLCommon pre { overflow-x: auto; }
 img { max-width: 100%; height: auto; }
 @media (max-width: 640px) { .jp-InputPrompt, .jp-OutputPrompt, .jp-Collapser { display: none; } }
