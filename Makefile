@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow test-all setup lint types format bench clean
+.PHONY: demo test test-slow test-all setup lint types format notebooks bench clean
 
 demo: setup  ## set up, then teach the bundled backbone three tasks and write demo/index.html
 	$(BIN)/vit-memory demo
@@ -12,7 +12,7 @@ demo: setup  ## set up, then teach the bundled backbone three tasks and write de
 test: lint types  ## set up, then lint, types, tests
 	$(BIN)/pytest -n 2 -m "not slow"
 
-test-slow: setup  ## the slow evidence alone: every family and graph through the compilers
+test-slow: $(VENV)/.notebooks  ## the slow evidence alone: every family and graph through the compilers, the notebooks
 	$(BIN)/pytest -n 2 -m slow
 
 test-all: test test-slow  ## everything
@@ -30,6 +30,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt scripts/dev/torchvision_beside_cp
 	  && echo 'import torchvision_beside_cpu_torch' > "$$site/torchvision_beside_cpu_torch.pth"
 	touch $@
 
+# Jupyter's parts are forty packages, so they are installed where they are needed: here and for the slow tests.
+$(VENV)/.notebooks: $(VENV)/.ready
+	$(BIN)/pip install -q -c constraints.txt -e '.[notebooks]'
+	touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,6 +45,9 @@ types: setup
 format: setup  ## put the code in form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+notebooks: $(VENV)/.notebooks  ## execute the notebooks of examples/notebooks and write their outputs into them
+	$(BIN)/python scripts/run_notebooks.py
 
 bench: setup  ## the inference benchmark
 	$(BIN)/python -m benchmarks.inference --json out.json
