@@ -225,22 +225,16 @@ def _runner(
 
 
 def _load(name: str, options: ReproduceOptions) -> "Backbone":
-    """The backbone; for a dry run also one with random weights of the same shape."""
+    """The backbone; for a dry run, random weights of its shape where that is known: they cost the same."""
     from vit_memory.backbone import load_backbone
-    from vit_memory.errors import BackboneError
     from vit_memory.families.vit import random_model
     from vit_memory.preprocessing import Preprocessing
 
-    try:
+    model = random_model(name) if options.dry_run else None
+    if model is None:
         return load_backbone(name, name=options.title)
-    except BackboneError:
-        model = random_model(name) if options.dry_run else None
-        if model is None:
-            raise
-        typer.echo(f"{name} cannot be loaded here; timing random weights of its shape.", err=True)
-        return load_backbone(
-            model, name=name, preprocessing=Preprocessing(224, (224, 224), (0.5,) * 3, (0.5,) * 3, "bilinear")
-        )
+    facts = Preprocessing(224, (224, 224), (0.5,) * 3, (0.5,) * 3, "bilinear")
+    return load_backbone(model, name=options.title or name, preprocessing=facts)
 
 
 def _print_cost(
@@ -298,7 +292,7 @@ def _print_estimates(experiment: str, backbone: str, plan: "Plan", rows: "Sequen
                 name,
                 str(sum(row.settings for row in group)),
                 f"{sum(row.passes for row in group) / 1e6:.2f} M",
-                duration(3600 * sum(row.hours for row in group)),
+                _long_duration(sum(row.hours for row in group)),
                 size(max(row.stored_bytes for row in group)) if any(row.stored_bytes for row in group) else "-",
             )
         )
@@ -308,11 +302,15 @@ def _print_estimates(experiment: str, backbone: str, plan: "Plan", rows: "Sequen
     hours, passes = sum(row.hours for row in rows), sum(row.passes for row in rows)
     stored = max((row.stored_bytes for row in rows), default=0)
     typer.echo(
-        f"\n{len(rows)} runs, {passes / 1e6:.1f} million passes of one image, {duration(3600 * hours)}"
-        f"{f' ({hours / 24:.0f} days)' if hours > 48 else ''}, at most {size(stored)} of stored trunks at a time.\n"
+        f"\n{len(rows)} runs, {passes / 1e6:.1f} million passes of one image, {_long_duration(hours)}, at most "
+        f"{size(stored)} of stored trunks at a time.\n"
         f"A pass is one image forward through the backbone. From a timing of a few steps on random images: half or "
         f"double of it is possible.\n"
     )
+
+
+def _long_duration(hours: float) -> str:
+    return f"{hours / 24:.0f} days" if hours > 72 else duration(3600 * hours)
 
 
 def _write_report(options: ReproduceOptions) -> None:

@@ -98,7 +98,7 @@ def train(
             write_run_report(
                 run.folder,
                 backbone,
-                {run.name: dataset},
+                {name: dataset},
                 result,
                 options,
                 parents=plan.parents,
