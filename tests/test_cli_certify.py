@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from certified import write_world
 from vit_memory import fused
 from vit_memory.cli import app
-from vit_memory.errors import DamagedFile, FileError
+from vit_memory.errors import DamagedFile, DataError, FileError
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_a_certificate_is_written_and_checks_out(root, tmp_path):
     assert content["sha256"] in result.stdout
     assert content["sha256"] in out.with_suffix(".html").read_text(encoding="utf-8")
     assert result.stdout.count("passed") == 6
-    assert "passed  original output         4 images, 2 batches" in result.stdout
+    assert "passed  original output         images: 4, batches: 2" in result.stdout
     assert result.stderr.count("checking: ") == 6
     again = run("--check", out)
     assert again.exit_code == 0, (again.output, again.exception)
@@ -80,5 +80,5 @@ def test_usage_errors_are_exit_code_2_and_leave_no_file(root, tmp_path):
     assert refused.exit_code == 2
     assert "--images: not with --check" in refused.output
     assert isinstance(run("--check", out).exception, FileError)
-    assert isinstance(run(root / "zoo", "--data", tmp_path / "nothing", "--out", out).exception, Exception)
+    assert isinstance(run(root / "zoo", "--data", tmp_path / "nothing", "--out", out).exception, DataError)
     assert list(tmp_path.iterdir()) == []

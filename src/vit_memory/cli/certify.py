@@ -185,8 +185,8 @@ def _table(certificate: "Certificate") -> str:
     for check in certificate.checks:
         values = [result.value for result in check.results if result.value is not None]
         worst = f", worst {max(values):.1e}" if values else ""
-        batches = f", {check.results[0].compared} batches" if check.unit == "batches" else ""
-        lines.append(f"{'passed' if check.passed else 'FAILED':8}{check.name:24}{check.images} images{batches}{worst}")
+        batches = f", batches: {check.results[0].compared}" if check.unit == "batches" else ""
+        lines.append(f"{'passed' if check.passed else 'FAILED':8}{check.name:24}images: {check.images}{batches}{worst}")
     return "\n".join(lines)
 
 

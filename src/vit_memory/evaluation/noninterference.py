@@ -176,7 +176,7 @@ def _rounding_result(passes: _Passes, task: Task, answers: Tensor) -> Result:
     found, limit = difference(answers, company), TOLERANCE[passes.model.backbone.dtype] * _scale(task, company)
     worst = int((found / limit).nan_to_num(math.inf, math.inf).argmax())
     value = float(found[worst])
-    failures = () if value <= limit[worst] else (f"{task.labels[worst]}: differs by {value:.1e}",)
+    failures = () if value <= limit[worst] else (f"output {task.labels[worst]!r} differs by {value:.1e}",)
     return Result(task.name, len(answers), failures, value if math.isfinite(value) else None, float(limit[worst]))
 
 

@@ -68,7 +68,6 @@ pre { background: var(--card); border: 1px solid var(--line); border-radius: .6r
   overflow-x: auto; line-height: 1.45; } pre code { border: 0; padding: 0; background: none; overflow-wrap: normal; }
 td code { border: 0; padding: 0; background: none; } td.digest { min-width: 19rem; }
 td.yes, td.no { font-weight: 700; white-space: nowrap; }
-.fact.failed b { color: var(--bad); }
 footer { margin-top: 3.5rem; color: var(--soft); font-size: .9rem; }
 @media (max-width: 34rem) { main { padding: 1.3rem .9rem 3rem; } h1 { font-size: 1.5rem; }
   .facts { grid-template-columns: 1fr 1fr; } th, td { padding: .4rem .35rem; }
