@@ -6,7 +6,7 @@ from dataclasses import replace
 from builders import library_model, trained, trained_branch
 from data.test_sources import LABELS, pictures, write_folder
 from vit_memory import Bundle, load_backbone, save_task
-from vit_memory.evaluation.certificate import Request
+from vit_memory.evaluation.certificates.certificate import Request
 from vit_memory.task import TargetScale
 
 IMAGES = 5

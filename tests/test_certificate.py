@@ -15,14 +15,10 @@ from certified import IMAGES, request_of, write_world
 from data.test_sources import as_png, pictures
 from vit_memory import MemoryViT, fused, load_backbone, load_task, save_task
 from vit_memory.errors import BackboneMismatch, DamagedFile, DataError, FileError, NewerFormat, TaskError
-from vit_memory.evaluation.certificate import (
-    Certificate,
-    certify,
-    check_again,
-    content_sha256,
-    read_certificate,
-    write_certificate,
-)
+from vit_memory.evaluation.certificates.certificate import Certificate, content_sha256
+from vit_memory.evaluation.certificates.certifying import certify
+from vit_memory.evaluation.certificates.checking import check_again
+from vit_memory.evaluation.certificates.files import read_certificate, write_certificate
 from vit_memory.evaluation.noninterference import check_noninterference
 from vit_memory.evaluation.verification import random_graph
 from vit_memory.report.certificate_page import hash_in_python, write_certificate_page

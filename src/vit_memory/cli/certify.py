@@ -15,7 +15,7 @@ from vit_memory.cli.tasks import Rename, parse_rename
 from vit_memory.cli.terminal import Bar, is_interactive
 
 if TYPE_CHECKING:
-    from vit_memory.evaluation.certificate import Certificate, Request
+    from vit_memory.evaluation.certificates.certificate import Certificate, Request
 
 # Where things are may differ when a certificate is checked; what is computed may not.
 _WITH_CHECK = {"check", "sources", "rename", "data", "data_dir", "download", "backbone", "device"}
@@ -75,7 +75,7 @@ def certify(
         raise typer.BadParameter("give task files or a bundle, and --data; or --check with a certificate.")
     if out.suffix == ".html":
         raise typer.BadParameter(f"{out}: names the JSON file; the page is written beside it.", param_hint="--out")
-    from vit_memory.evaluation.certificate import Request
+    from vit_memory.evaluation.certificates.certificate import Request
 
     request = Request(
         sources=tuple(map(str, sources)),
@@ -98,8 +98,8 @@ def certify(
 
 
 def _make(request: "Request", out: Path, *, download: bool) -> None:
-    from vit_memory.evaluation.certificate import certify as run
-    from vit_memory.evaluation.certificate import write_certificate
+    from vit_memory.evaluation.certificates.certifying import certify as run
+    from vit_memory.evaluation.certificates.files import write_certificate
     from vit_memory.report.certificate_page import write_certificate_page
     from vit_memory.report.frame import check_writable
 
@@ -144,7 +144,8 @@ def _renamed(rename: list[str] | None) -> tuple[tuple[str, str], ...]:
 def _check(path: Path, given: "dict[str, object]", *, download: bool) -> None:
     """Check a certificate again, with the paths that were given instead of its own."""
     from vit_memory.errors import TaskError
-    from vit_memory.evaluation.certificate import check_again, read_certificate
+    from vit_memory.evaluation.certificates.checking import check_again
+    from vit_memory.evaluation.certificates.files import read_certificate
 
     old = read_certificate(path)
     typer.echo(f"{path}: the content matches its SHA-256 ({old.sha256}); made {old.created}")

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from vit_memory.atomic import write_atomic
-from vit_memory.evaluation.certificate import Certificate, CertifiedImages
+from vit_memory.evaluation.certificates.certificate import Certificate, CertifiedImages
 from vit_memory.evaluation.noninterference import Check, Result
 from vit_memory.report.elements import (
     Markup,
