@@ -41,7 +41,7 @@ from benchmarks.packs import (
     right_answers,
     tested_row,
 )
-from benchmarks.peers import RATES
+from benchmarks.readers import LORA_RATES
 from vit_memory import Backbone, Recipe, fit, new_branch, new_task, open_data
 from vit_memory.data.loading import default_workers
 from vit_memory.data.sources import Dataset
@@ -172,10 +172,7 @@ def table(rows: Sequence[Mapping[str, Any]], readers: Sequence[Mapping[str, Any]
         sizes = sorted({row["parameters"] for row in own})
         parameters = " to ".join(dict.fromkeys(f"{size / 1e3:.0f} k" for size in (sizes[0], sizes[-1])))
         cells = [percent(mean_accuracy(own, method, pack)) for pack in (*PACKS, None)]
-        differences = [
-            "" if method == other or (found := compare(every, method, other)) is None else str(found)
-            for other in ("LoRA", "5 cells")
-        ]
+        differences = ["" if method == other else compare(every, method, other) for other in ("LoRA", "5 cells")]
         lines.append(f"| {method} | {cost} | {parameters} | {' | '.join([*cells, *differences])} |")
     seeds = {(row["method"], row["seed"]) for row in every}
     counts = {method: sum(m == method for m, _ in seeds) for method in dict.fromkeys(row["method"] for row in every)}
@@ -203,7 +200,7 @@ def run(asked: argparse.Namespace) -> None:
         start = time.perf_counter()
         dataset = open_data(str(asked.shared / "data" / pack), seed=seed)
         first = [row["rate"] for row in rows if is_row(row, pack, method_of(blocks), 0)]
-        rates = RATES["LoRA"] if seed == 0 or not first else first[:1]
+        rates = LORA_RATES if seed == 0 or not first else first[:1]
         row = train_branch(backbone, dataset, blocks, rates, seed)
         case = f"{pack}, {row['method']}, seed {seed}"
         rows.append({"case": case, "pack": pack, "seed": seed, **row, "commit": commit()})

