@@ -89,7 +89,7 @@ def _origin(every: list[Evidence]) -> Section:
         versions = made.get("versions") or {}
         key = (
             str(made.get("command") or "–"),
-            str(made.get("commit") or "–")[:12],
+            str(made.get("commit") or "–")[:7] + (" and changes" if "dirty" in str(made.get("commit")) else ""),
             f"{machine.get('processor', '–')}, {machine.get('threads', '–')} threads",
             f"torch {versions.get('torch', '–')}",
         )
