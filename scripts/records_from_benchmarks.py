@@ -55,9 +55,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     backbone = load_backbone(asked.weights / BACKBONE, name=TITLE)
-    runner = Runner(
-        backbone, SMALL, Sources(asked.data), (), RecordFolder(asked.out), TrainingOptions(image_size=PIXELS)
-    )
+    runner = Runner(backbone, SMALL, Sources(asked.data), RecordFolder(asked.out), TrainingOptions(image_size=PIXELS))
     methods: Mapping[str, Method] = {method.name: method for method in table_methods(backbone.depth)}
     for file, record, row in sorted(rows_of(asked.results), key=lambda one: one[2]["seed"]):
         if row["method"] not in methods:

@@ -44,7 +44,7 @@ def runner(data, tmp_path):
     short = {group: replace(recipe, steps=2, batch=4, evaluate_every=2) for group, recipe in SMALL.recipes.items()}
     scale = replace(SMALL, per_class=3, seeds=(0, 1), recipes=short)
     backbone = load_backbone(tiny_backbone().model, preprocessing=FACTS, name="tiny")
-    return Runner(backbone, scale, Sources(data), ("first", "second"), RecordFolder(tmp_path / "out"))
+    return Runner(backbone, scale, Sources(data), RecordFolder(tmp_path / "out"))
 
 
 def test_a_training_with_a_record_is_not_trained_again(runner, monkeypatch):
@@ -216,7 +216,7 @@ def test_all_experiments_run_twice_and_report_what_they_found(data, backbone_fol
     assert reproduce("concatenation", data, backbone_folder, out).exit_code == 0
     assert {path: path.read_bytes() for path in out.rglob("*.json")} == records
     kinds = {path.parent.name for path in records}
-    assert kinds == {"training", "concatenation", "continual", "examples"}
+    assert kinds == {"training", "timing", "concatenation", "continual", "examples"}
 
     check_report(out, "What was found", "Tasks trained apart, put together", "Few images", "One image, one pass")
 

@@ -155,6 +155,7 @@ def _run(experiments: "Sequence[Experiment]", options: ReproduceOptions, machine
 
 
 def _run_one(experiment: "Experiment", runner: "Runner", plan: "Plan", options: ReproduceOptions) -> None:
+    typer.echo(f"{experiment.name}: {experiment.question} {', '.join(plan.datasets)}", err=True)
     if options.methods is None:
         experiment.run(runner, plan)
     else:
@@ -214,7 +215,6 @@ def _runner(
         backbone,
         plan.scale,
         sources,
-        plan.datasets,
         RecordFolder(options.folder),
         training,
         command_line("vit-memory") if typed_command() else "",

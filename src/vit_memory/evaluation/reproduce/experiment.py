@@ -36,7 +36,7 @@ class Experiment:
     """One experiment of `vit-memory reproduce`."""
 
     name: str
-    question: str  # that it answers, for the report
+    question: str  # that it answers
     trainings: Callable[[Plan], list[Training]]
     measure: Callable[[Runner, Plan], None] = nothing_more  # on the trained tasks; writes records of its own
 

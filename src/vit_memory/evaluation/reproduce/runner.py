@@ -76,13 +76,12 @@ class Sources:
     """Where datasets are: folders of a folder, or datasets by name that are read from it."""
 
     folder: Path | None
-    download: bool = False
 
     def open(self, name: str, label: str, seed: int) -> Dataset:
         """A dataset with its splits; those that are missing are drawn with the seed."""
         if self.folder is not None and (self.folder / name).exists():
             return open_data(self.folder / name, label_column=label, seed=seed)
-        return open_data(name, data_dir=self.folder, download=self.download, label_column=label, seed=seed)
+        return open_data(name, data_dir=self.folder, label_column=label, seed=seed)
 
     def names(self) -> tuple[str, ...]:
         """Every folder of the folder that can be opened; `digits` without a folder."""
@@ -109,7 +108,6 @@ class Runner:
     backbone: Backbone
     scale: Scale
     sources: Sources
-    datasets: tuple[str, ...]
     records: RecordFolder
     options: TrainingOptions = field(default_factory=TrainingOptions)
     command: str = ""

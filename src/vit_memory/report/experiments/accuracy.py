@@ -1,6 +1,7 @@
 """Sections about accuracy: the ladder of methods, every dataset, few images, ablations, architectures."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from vit_memory.evaluation.reproduce.ablations import CELLS
 from vit_memory.evaluation.reproduce.methods import PAPER_TABLE2, cells
@@ -59,7 +60,8 @@ def main_sections(evidence: Evidence, paper: bool) -> Iterator[Section]:
     datasets = comparison.shared_datasets(ladder)
     yield _means(comparison, methods, ladder, datasets)
     yield _by_dataset(comparison, methods, paper)
-    yield _charts(comparison, methods, datasets)
+    timing = next(iter(evidence.of_kind("timing")), None)
+    yield _charts(comparison, methods, datasets, None if timing is None else timing.result)
 
 
 def _means(comparison: Comparison, methods: Sequence[str], ladder: Sequence[str], datasets: Sequence[str]) -> Section:
@@ -117,7 +119,9 @@ def _by_dataset(comparison: Comparison, methods: Sequence[str], paper: bool) -> 
     )
 
 
-def _charts(comparison: Comparison, methods: Sequence[str], datasets: Sequence[str]) -> Section:
+def _charts(
+    comparison: Comparison, methods: Sequence[str], datasets: Sequence[str], timing: Mapping[str, Any] | None
+) -> Section:
     means = {name: interval for name in methods if (interval := comparison.accuracy(name, datasets)) is not None}
     sizes = {name: sum(comparison.parameters(name) or (0, 0)) / 2 for name in means}
     dots = {name: (sizes[name], 100 * means[name].mean) for name in means}
@@ -127,6 +131,16 @@ def _charts(comparison: Comparison, methods: Sequence[str], datasets: Sequence[s
             "Mean test accuracy over the datasets by the number of trained parameters (mean over datasets).",
         )
     ]
+    if timing is not None:
+        seconds = {name: comparison.training_seconds(name, timing) for name in means}
+        times = {name: (value, dots[name][1]) for name, value in seconds.items() if value is not None}
+        parts.append(
+            Chart(
+                scatter_chart("Accuracy by training time", "seconds", "test accuracy, %", times),
+                "Mean test accuracy by the seconds of one training on this machine (mean over datasets). Methods that "
+                "share the backbone's pass: the pass over all views, once, and their own share.",
+            )
+        )
     shown = [name for name in (*ladder_of(comparison), *OWN_PASS) if name in means]
     curves = {name: curve for name in shown if (curve := comparison.curve(name, datasets)) is not None}
     if curves:

@@ -1,8 +1,9 @@
 """The records of one backbone, sorted for tables: nothing is drawn or written here."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -107,6 +108,20 @@ class Comparison:
         return [min(steps, every * (i + 1)) for i in range(len(by_dataset[0]))], [
             float(value) for value in np.mean(by_dataset, axis=0)
         ]
+
+    def training_seconds(self, method: str, timing: Mapping[str, Any]) -> float | None:
+        """Of one training, mean over datasets, from the seconds per image of a timing; None if it was not timed."""
+        seconds = []
+        for record in self.of(method):
+            recipe, images = record.settings["recipe"], record.settings["images"]["train"]
+            batch = min(recipe["batch"], images)
+            own = timing["own_pass"].get(method)
+            if own is None and any(method.startswith(word) for word in ("branch", "LoRA", "full")):
+                return None
+            epochs = math.ceil(recipe["steps"] / math.ceil(images / batch))
+            stored = images * min(recipe["views"] or epochs, epochs) * timing["forward"] if own is None else 0.0
+            seconds.append(stored + recipe["steps"] * batch * (timing["reading"] if own is None else own))
+        return float(np.mean(seconds)) if seconds else None
 
     def note(self, methods: Sequence[str] | None = None) -> str:
         """How many images and seeds, and the commands."""
