@@ -17,6 +17,15 @@ sys.path.insert(0, str(EXAMPLES))
 import minimal_memory_vit as minimal  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Its tensors are tiny: on a busy machine, a second thread makes every step wait for a core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def example_vit():
     """With a random value in every weight, so that none can be forgotten."""
     from vit_memory.families.tiny import randomised

@@ -107,6 +107,7 @@ def test_they_use_the_public_names_only(path):
     assert imported <= set(vit_memory.__all__)
 
 
+@pytest.mark.slow  # the slow tests are those that have the extra notebooks
 def test_their_images_are_those_that_training_evaluates_on():
     pytest.importorskip("matplotlib_inline", reason="needs the extra notebooks")
     import torch
