@@ -62,6 +62,7 @@ def test_full_fine_tuning_is_that_of_torch_and_the_library(optimiser):
         steps=6, batch=8, optimiser=optimiser, learning_rates=(rate,), weight_decays=(0.01,), augment="none", warmup=2
     )
     result = fit(ours, [new_task(ours, "tint", LABELS, regime="full")], train, coloured(9, 2), recipe).best
+    assert result.parameters == result.task.parameters + sum(weight.numel() for weight in library.parameters())
 
     theirs, head = library.eval(), torch.nn.Linear(32, 3)
     torch.nn.init.zeros_(head.weight)

@@ -40,8 +40,10 @@ class SettingResult:
 
     @property
     def parameters(self) -> int:
-        """How many parameters were trained: those of all its tasks, and of the branch that was trained with them."""
-        return self.setting.parameters + sum(task.parameters for task in self.other_tasks)
+        """How many parameters were trained: of all its tasks, and of a branch or backbone trained with them."""
+        weights = () if self.backbone is None else self.backbone.model.parameters()
+        others = sum(task.parameters for task in self.other_tasks) + sum(weight.numel() for weight in weights)
+        return self.setting.parameters + others
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -199,14 +199,13 @@ def _right_answers(job: Job, results: Sequence[SettingResult], ancestors: Sequen
 def _outcome(
     settings: Sequence[SettingResult], best: SettingResult, curve: Sequence[float], right: np.ndarray
 ) -> Outcome:
-    weights = 0 if best.backbone is None else sum(p.numel() for p in best.backbone.model.parameters())
     searched = {one.setting.learning_rate: one.score for one in settings}
     return Outcome(
         best.setting.learning_rate,
         searched,
         curve,
-        best.parameters + weights,
-        _file_bytes(best) + 4 * weights,
+        best.parameters,
+        _file_bytes(best),
         right,
         best.task,
         best.branch,
@@ -214,9 +213,11 @@ def _outcome(
 
 
 def _file_bytes(result: SettingResult) -> int:
-    """The size of the task's file and of its branch's."""
+    """The size of the task's file, and of its branch's or of its backbone's weights in float32."""
     with tempfile.TemporaryDirectory() as folder:
         save_task(result.task, Path(folder) / "task.safetensors")
         if result.branch is not None:
             save_branch(result.branch, Path(folder) / "branch.safetensors")
-        return sum(path.stat().st_size for path in Path(folder).iterdir())
+        size = sum(path.stat().st_size for path in Path(folder).iterdir())
+    weights = () if result.backbone is None else result.backbone.model.parameters()
+    return size + 4 * sum(weight.numel() for weight in weights)
