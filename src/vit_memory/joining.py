@@ -10,7 +10,7 @@ on such values only. A module that contains others (a gated MLP) hides its activ
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,35 +35,92 @@ class PassShape:
 
 
 class JoinPlan:
-    """Which row-wise modules of a backbone may be joined, per shape. Proved on first need, then looked up."""
+    """Which row-wise modules of a backbone may be joined, per shape. Proved on first need, then looked up.
 
-    def __init__(self, roles: Roles) -> None:
+    A `deferred` plan proves nothing in the middle of a pass, where a request would wait for it. For a shape that it
+    does not know it joins nothing, which changes no bit of the original output, and notes the shape; `prove_next`
+    proves what was noted, when there is time.
+    """
+
+    def __init__(self, roles: Roles, *, deferred: bool = False) -> None:
         self._roles = roles
-        self._structures: dict[nn.Module, str] = {m: _structure(m) for m, _ in _row_wise(roles)}
-        self._joined: dict[PassShape, frozenset[nn.Module]] = {}
+        self._deferred = deferred
+        self._joined: Mapping[PassShape, frozenset[nn.Module]] = {}  # replaced, never changed: threads share it
+        self._noted: Mapping[PassShape, None] = {}  # met in passes, not proved yet
+        self._ahead: Sequence[PassShape] = ()  # not met yet
+        self._proving: PassShape | None = None
+        self._verdicts: dict[tuple[str, int], bool] = {}  # of the shape that is being proved
+        self._modules: tuple[tuple[nn.Module, int, str], ...] | None = None
 
     def joined(self, x: Tensor, originals: int, readers: int) -> frozenset[nn.Module]:
         """The modules that may take original and class tokens in one call, for tokens like x (B, N, D)."""
         shape = PassShape(x.shape[0], originals, readers, x.dtype, x.device, torch.get_num_threads())
         known = self._joined.get(shape)
-        if known is None:
-            known = self._prove(shape)
-            if len(self._joined) >= _REMEMBERED:
-                self._joined.clear()
-            self._joined[shape] = known
+        if known is not None:
+            return known
+        if self._deferred:
+            self._noted = {**self._noted, shape: None} if len(self._noted) < _REMEMBERED else {shape: None}
+            return frozenset()
+        verdicts: dict[tuple[str, int], bool] = {}
+        while self._prove_a_module(shape, verdicts):
+            pass
+        return self._remember(shape, verdicts)
+
+    def plan_ahead(self, shapes: Iterable[PassShape]) -> None:
+        """Note shapes that passes will probably have, instead of those noted here before."""
+        self._ahead = tuple(shapes)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `prove_next` has something to prove."""
+        return self._next_shape() is not None
+
+    def prove_next(self) -> bool:
+        """Prove one module of the next noted shape, a small part of a pass; False if there is nothing to prove.
+
+        One thread at a time. Shapes that passes have met come first.
+        """
+        if self._proving is None:
+            self._proving, self._verdicts = self._next_shape(), {}
+        shape = self._proving
+        if shape is None:
+            return False
+        threads = torch.get_num_threads()
+        if threads != shape.threads:
+            torch.set_num_threads(shape.threads)
+        try:
+            if not self._prove_a_module(shape, self._verdicts):
+                self._remember(shape, self._verdicts)
+                self._proving = None
+        finally:
+            if threads != shape.threads:
+                torch.set_num_threads(threads)
+        return True
+
+    def _next_shape(self) -> PassShape | None:
+        return self._proving or next((s for s in (*self._noted, *self._ahead) if s not in self._joined), None)
+
+    def _remember(self, shape: PassShape, verdicts: Mapping[tuple[str, int], bool]) -> frozenset[nn.Module]:
+        known = frozenset(module for module, width, structure in self._rows() if verdicts[structure, width])
+        newest = list(self._joined.items())[1 - _REMEMBERED :]
+        self._joined = {**dict(newest), shape: known}
+        self._noted = {other: None for other in self._noted if other != shape}
         return known
 
     @torch.no_grad()
-    def _prove(self, shape: PassShape) -> frozenset[nn.Module]:
-        verdicts: dict[tuple[str, int], bool] = {}
-        joined: set[nn.Module] = set()
-        for module, width in _row_wise(self._roles):
-            key = (self._structures[module], width)
-            if key not in verdicts:
-                verdicts[key] = same_bits_when_joined(module, width, shape)
-            if verdicts[key]:
-                joined.add(module)
-        return frozenset(joined)
+    def _prove_a_module(self, shape: PassShape, verdicts: dict[tuple[str, int], bool]) -> bool:
+        """Add the verdict of one more module; False if all have one."""
+        for module, width, structure in self._rows():
+            if (structure, width) not in verdicts:
+                verdicts[structure, width] = same_bits_when_joined(module, width, shape)
+                return True
+        return False
+
+    def _rows(self) -> tuple[tuple[nn.Module, int, str], ...]:
+        """The row-wise modules, each with the width of its input and its structure."""
+        if self._modules is None:
+            self._modules = tuple((m, width, _structure(m)) for m, width in _row_wise(self._roles))
+        return self._modules
 
 
 def same_bits_when_joined(module: nn.Module, width: int, shape: PassShape) -> bool:

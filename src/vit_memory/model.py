@@ -22,7 +22,7 @@ from vit_memory.explanation import Explanation, explain_attention
 from vit_memory.families.roles import Roles
 from vit_memory.fused import run_fused
 from vit_memory.graph import TaskGraph
-from vit_memory.joining import JoinPlan
+from vit_memory.joining import JoinPlan, PassShape
 from vit_memory.outputs import Original, Outputs
 from vit_memory.read_out import ReadOut
 from vit_memory.reading import AttentionWeights, ReaderLayout, Readers, lay_out, place_cells, project_cells, read
@@ -125,6 +125,61 @@ class MemoryViT(nn.Module):
                 {name: old.branches[name] for name in old.branches if name in graph.branches},
             )
 
+    def copy(self, tasks: TaskGraph | None = None, *, plan: JoinPlan | None = None) -> "MemoryViT":
+        """A model with the same tasks, or with `tasks`, that changes apart from this one.
+
+        The backbone is shared, and so is what was prepared of the tasks and branches that both have: a copy costs what
+        is new in it. Moving or casting one of them moves the backbone of both. `plan` is the join plan of its passes,
+        by default this model's.
+
+        >>> model = MemoryViT(backbone, [new_task(backbone, "pets", ["cat", "dog"])])
+        >>> more = model.copy(model.tasks.add(new_task(backbone, "birds", ["owl", "crow"])))
+        >>> list(model.tasks), list(more.tasks)
+        (['pets'], ['pets', 'birds'])
+        """
+        old = self._snapshot
+        graph = old.graph if tasks is None else tasks
+        for name, task in graph.items():
+            if name not in old.graph or old.graph[name] is not task:
+                check_trained_on(task, self.backbone)
+        for name, branch in graph.branches.items():
+            if old.graph.branches.get(name) is not branch:
+                check_trained_on(branch, self.backbone)
+        twin = MemoryViT(self.backbone)
+        twin._plan = self._plan if plan is None else plan
+        twin._snapshot = _Snapshot(
+            graph,
+            {name: p for name, p in old.prepared.items() if name in graph and graph[name] is old.graph[name]},
+            {
+                name: prepared
+                for name, prepared in old.branches.items()
+                if graph.branches.get(name) is old.graph.branches[name]
+            },
+        )
+        return twin
+
+    @torch.no_grad()
+    def prepare(self, tasks: Sequence[str] | None = None) -> None:
+        """Gather now what the first call for `tasks` would gather: their projected memory, readers and branches."""
+        self._select(tasks)
+
+    def pass_shapes(
+        self, batch: int, size: tuple[int, int], tasks: Sequence[str] | None = None, threads: int | None = None
+    ) -> list[PassShape]:
+        """The shapes that a call with `batch` images of `size` (height, width) asks the join plan for."""
+        selection, roles = self._select(tasks), self.backbone.roles
+        rows, columns = size[0] // roles.patch_size[0], size[1] // roles.patch_size[1]
+        originals = len(roles.prefix) + rows * columns
+        readers = 0 if selection.readers is None else len(selection.readers.tokens)
+        starts = [branch.start for branch in selection.branches]
+        begun = {0, *(sum(start <= block for start in starts) for block in starts)}
+        threads = torch.get_num_threads() if threads is None else threads
+        return [
+            PassShape(batch, originals, extra, self.backbone.dtype, self.backbone.device, threads)
+            for branches in sorted(begun)
+            if (extra := branches * originals + readers)
+        ]
+
     @torch.no_grad()
     def forward(self, images: Tensor, tasks: Sequence[str] | None = None) -> Outputs:
         """Answer for `tasks` (all attached ones by default) and for the backbone, in one pass.
@@ -175,24 +230,30 @@ class MemoryViT(nn.Module):
         outputs = () if selection.readers is None else read(roles, selection.readers, trunk)
         return _answer(selection, trunk.output, trunk.patches, outputs)
 
-    @torch.no_grad()
     def explain(self, image: Tensor, task: str) -> Explanation:
         """Attention of the task's class token on one image (C, height, width) or (1, C, height, width)."""
+        return self.explain_tasks(image, (task,))[task]
+
+    @torch.no_grad()
+    def explain_tasks(self, image: Tensor, tasks: Sequence[str]) -> dict[str, Explanation]:
+        """As `explain`, for several tasks of one image in one pass."""
         snapshot = self._snapshot
         graph = snapshot.graph
-        if graph[task].class_token is None:
-            raise TaskError(f"task {task!r} is of regime 'head': it has no class token of its own.")
+        for task in tasks:
+            if graph[task].class_token is None:
+                raise TaskError(f"task {task!r} is of regime 'head': it has no class token of its own.")
         images = self.backbone.check_images(image[None] if image.dim() == 3 else image)
         if len(images) != 1:
             raise TaskError(f"explain takes one image, {len(images)} given.")
-        selection = self._select((task,), snapshot)
+        selection = self._select(tasks, snapshot)
         readers = selection.readers
-        assert readers is not None  # a task with a class token has a reader
+        if readers is None:
+            return {}
         weights: list[AttentionWeights] = []
         roles = self.backbone.roles
         read(roles, readers, run_trunk(roles, images, branches=selection.branches), weights.append)
         grid = images.shape[-2] // roles.patch_size[0], images.shape[-1] // roles.patch_size[1]
-        return explain_attention(graph, task, readers.layout, weights, roles.prefix, grid)
+        return {task: explain_attention(graph, task, readers.layout, weights, roles.prefix, grid) for task in tasks}
 
     def _select(self, names: Sequence[str] | None, snapshot: _Snapshot | None = None) -> _Selection:
         snapshot = snapshot or self._snapshot
