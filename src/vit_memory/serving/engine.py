@@ -222,11 +222,11 @@ class Engine:
             self._running.discard(request.future)
             self._queue.leave(request)
 
-    async def replace(self, change: Callable[[TaskSet], TaskSet]) -> TaskSet:
+    async def replace(self, change: Callable[[TaskSet], TaskSet], commit: Callable[[], None] | None = None) -> TaskSet:
         """Serve the version that `change` makes of the current one; changes are made one after the other.
 
-        `change` runs in a thread. The new version is prepared and has answered an image before requests see it; if
-        any of that fails, the current version stays.
+        `change` runs in a thread. The new version is prepared and has answered an image before requests see it; then
+        `commit`, if any, runs in a thread, for example to save it; if any of that fails, the current version stays.
         """
         loop = self._check_open()
         async with self._changing:
@@ -238,6 +238,8 @@ class Engine:
             fresh = [name for name, task in new.tasks.items() if name not in old.tasks or old.tasks[name] is not task]
             if fresh:
                 await self._warm(new, fresh)
+            if commit is not None:
+                await loop.run_in_executor(self._preparer, commit)
             self._task_set = new
             self._counts.changes += 1
             self._tell(lambda observer: observer.changed(new))
