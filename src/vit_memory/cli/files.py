@@ -83,10 +83,12 @@ def add(folder: BundleFolder, files: TaskFiles, half: Half = False, rename: Rena
     Parents and branches that are not given are read from the folder of the task file.
     """
     from vit_memory.files.bundle import Bundle
+    from vit_memory.files.bundle_lock import changing
     from vit_memory.files.collect import add_files
 
-    before = Bundle.open(folder)
-    after = add_files(before, files, half=half or None, rename=parse_rename(rename))
+    with changing(folder):
+        before = Bundle.open(folder)
+        after = add_files(before, files, half=half or None, rename=parse_rename(rename))
     added = [entry.name for entry in after.entries[len(before.entries) :]]
     added += [f"branch {entry.name}" for entry in after.branch_entries[len(before.branch_entries) :]]
     typer.echo(f"{folder}: added {', '.join(added) or 'nothing; it holds these files already'}")
@@ -100,10 +102,12 @@ def remove(
 ) -> None:
     """Remove tasks and branches from a bundle; refused while other tasks extend them or stand on them."""
     from vit_memory.files.bundle import Bundle
+    from vit_memory.files.bundle_lock import changing
 
     if not names and not branch:
         raise typer.BadParameter("give names of tasks, or --branch NAME.")
-    Bundle.open(folder).remove(names or [], branch or [])
+    with changing(folder):
+        Bundle.open(folder).remove(names or [], branch or [])
     removed = [*(names or []), *(f"branch {name}" for name in branch or [])]
     typer.echo(f"{folder}: removed {', '.join(removed)}")
 
@@ -117,14 +121,14 @@ def rename_task(
 ) -> None:
     """Rename a task of a bundle, also in the tasks that extend it; or, with --branch, a branch."""
     from vit_memory.files.bundle import Bundle
+    from vit_memory.files.bundle_lock import changing
 
-    before = Bundle.open(folder)
+    with changing(folder):
+        before = Bundle.open(folder)
+        after = before.rename_branch(old, new) if branch else before.rename(old, new)
+    typer.echo(f"{folder}: {'branch' if branch else 'task'} {old!r} is now called {new!r}")
     if branch:
-        before.rename_branch(old, new)
-        typer.echo(f"{folder}: branch {old!r} is now called {new!r}")
         return
-    after = before.rename(old, new)
-    typer.echo(f"{folder}: task {old!r} is now called {new!r}")
     known = {entry.sha256 for entry in before.entries}
     rewritten = [entry.name for entry in after.entries if entry.sha256 not in known and entry.name != new]
     if rewritten:

@@ -21,7 +21,7 @@ from vit_memory.files.adapter_tensors import (
     describe_adapter,
     is_adapter_tensor,
 )
-from vit_memory.files.container import parse_json, read_container, read_format, write_container
+from vit_memory.files.container import container_bytes, parse_json, read_container, read_format, write_container
 from vit_memory.files.description import (
     check_finite,
     check_format,
@@ -50,6 +50,15 @@ def is_branch_file(path: Path) -> bool:
 
 def save_branch(branch: Branch, path: Path | str, *, half: bool | None = None) -> None:
     """Write a branch file, whole or not at all. Equal branches give equal bytes; `half` as in `save_task`."""
+    write_container(Path(path), *_contents(branch, path, half))
+
+
+def branch_bytes(branch: Branch) -> bytes:
+    """The content of the file that `save_branch` writes."""
+    return b"".join(container_bytes(*_contents(branch, "bytes", None)))
+
+
+def _contents(branch: Branch, path: Path | str, half: bool | None) -> tuple[dict[str, str], dict[str, Tensor]]:
     tensors = adapter_to_tensors(branch.adapter, branch.start)
     half = is_half(tensors) if half is None else half
     if half:
@@ -58,7 +67,7 @@ def save_branch(branch: Branch, path: Path | str, *, half: bool | None = None) -
     description = describe_branch(branch)
     text = json.dumps(description, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     version = 2 if branch.adapter.scaled_by_block else 1  # the first that can hold it
-    write_container(Path(path), {"format": f"{FORMAT}/{version}", "branch": text}, stored)
+    return {"format": f"{FORMAT}/{version}", "branch": text}, stored
 
 
 def load_branch(path: Path | str) -> Branch:
@@ -70,8 +79,16 @@ def load_branch(path: Path | str) -> Branch:
     ...     load_branch(f"{folder}/birds.branch.safetensors").blocks
     2
     """
-    path = Path(path)
-    metadata, tensors = read_container(path)
+    return _load(Path(path), None)
+
+
+def branch_from_bytes(content: bytearray, name: str) -> Branch:
+    """The branch in the content of a file; its tensors are views of it. Messages call the file `name`."""
+    return _load(Path(name), content)
+
+
+def _load(path: Path, content: bytearray | None) -> Branch:
+    metadata, tensors = read_container(path, content)
     check_format(path, metadata.get("format", ""), FORMAT, VERSION)
     unknown = sorted(name for name in tensors if not is_adapter_tensor(name))
     if unknown:

@@ -11,10 +11,11 @@ the old bundle or the new one, at worst with a file that the manifest does not l
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
+from typing import TypeVar
 
 from vit_memory.atomic import check_empty, new_folder, write_atomic
 from vit_memory.backbone import Backbone, BackboneIdentity, load_backbone
@@ -36,6 +37,8 @@ from vit_memory.files.taskfile import load_task, save_task
 from vit_memory.graph import TaskGraph, rename_tasks
 from vit_memory.model import MemoryViT
 from vit_memory.task import Task, check_name
+
+AnyEntry = TypeVar("AnyEntry", Entry, BranchEntry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,25 @@ class Bundle:
         with new_folder(self.folder, last=MANIFEST) as partial:
             written = replace(self, folder=partial)._add(tasks, branches, graph, half)
         return replace(written, folder=self.folder)
+
+    def put(self, tasks: Sequence[Task], branches: Sequence[Branch], graph: TaskGraph) -> "Bundle":
+        """Add tasks and branches, in the place of those that have their names; all or none.
+
+        `graph` is what the bundle holds afterwards, checked by the caller.
+        """
+        # All new files have names that the old ones have not, so the old bundle stays whole until the manifest changes.
+        both = self
+        new_entries: dict[str, Entry] = {}
+        new_branch_entries: dict[str, BranchEntry] = {}
+        for branch in branches:
+            new_branch_entries[branch.name] = entry = both._write_branch(branch)
+            both = both._with(branch_entries=(*both.branch_entries, entry))
+        for task in tasks:
+            new_entries[task.name] = task_entry = both._write_task(task, graph)
+            both = both._with(entries=(*both.entries, task_entry))
+        return self._replace_entries(
+            _in_place(self.entries, new_entries), _in_place(self.branch_entries, new_branch_entries)
+        )
 
     def _add(self, tasks: Sequence[Task], branches: Sequence[Branch], graph: TaskGraph, half: bool | None) -> "Bundle":
         bundle = self
@@ -326,6 +348,12 @@ class Bundle:
         for path in old_files - new_files:
             path.unlink(missing_ok=True)
         return new
+
+
+def _in_place(old: Sequence[AnyEntry], new: Mapping[str, AnyEntry]) -> list[AnyEntry]:
+    """The old entries with the new ones of the same names in their places, then the other new ones."""
+    names = {entry.name for entry in old}
+    return [new.get(entry.name, entry) for entry in old] + [entry for name, entry in new.items() if name not in names]
 
 
 def _unused_file(folder: Path, name: str, ending: str, entries: Sequence[Entry | BranchEntry]) -> Path:

@@ -38,6 +38,11 @@ _FREE_GROUPS, _BYTES_PER_GROUP = 2_000, 16
 
 def write_container(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
     """Write tensors (float32, float16 or bfloat16) and texts, whole or not at all."""
+    write_atomic(path, container_bytes(metadata, tensors))
+
+
+def container_bytes(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> list[bytes]:
+    """The content of a file with these tensors and texts, in pieces."""
     header: dict[str, Any] = {"__metadata__": {"sha256": _ZEROS, **metadata}}  # the first zeros of the text
     data: list[bytes] = []
     position = 0
@@ -54,12 +59,15 @@ def write_container(path: Path, metadata: Mapping[str, str], tensors: Mapping[st
     text += b" " * (-len(text) % 8)
     length = struct.pack("<Q", len(text))
     digest = hashlib.sha256(b"".join((length, text, *data))).hexdigest()
-    write_atomic(path, (length, text.replace(_ZEROS.encode(), digest.encode(), 1), *data))
+    return [length, text.replace(_ZEROS.encode(), digest.encode(), 1), *data]
 
 
-def read_container(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the tensors of a file, every byte checked."""
-    content = _read(path)
+def read_container(path: Path, content: bytearray | None = None) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors of a file, every byte checked.
+
+    With `content`, that is parsed instead, and `path` is only what messages call it. The tensors are views of it.
+    """
+    content = _read(path) if content is None else content
     if len(content) < 8:
         raise DamagedFile(f"{path}: {len(content)} bytes, too short to be a task file.")
     (length,) = struct.unpack("<Q", content[:8])

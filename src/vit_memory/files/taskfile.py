@@ -22,7 +22,7 @@ from vit_memory.files.adapter_tensors import (
     describe_adapter,
     is_adapter_tensor,
 )
-from vit_memory.files.container import parse_json, read_container, write_container
+from vit_memory.files.container import container_bytes, parse_json, read_container, write_container
 from vit_memory.files.description import (
     check_finite,
     check_format,
@@ -48,6 +48,15 @@ def save_task(task: Task, path: Path | str, *, half: bool | None = None) -> None
     `half=True` writes float16 and records the digest of the full task, `half=False` writes float32. By default a task
     whose tensors are all float16, such as one loaded from a float16 file, is written as float16, any other as float32.
     """
+    write_container(Path(path), *_contents(task, path, half))
+
+
+def task_bytes(task: Task) -> bytes:
+    """The content of the file that `save_task` writes."""
+    return b"".join(container_bytes(*_contents(task, "bytes", None)))
+
+
+def _contents(task: Task, path: Path | str, half: bool | None) -> tuple[dict[str, str], dict[str, Tensor]]:
     tensors = {"memory": task.memory, "head.weight": task.head_weight, "head.bias": task.head_bias}
     if task.class_token is not None:
         tensors["class_token"] = task.class_token
@@ -58,7 +67,7 @@ def save_task(task: Task, path: Path | str, *, half: bool | None = None) -> None
         task = replace(task, record=record_half(task.record, task.digest))
     stored = stored_tensors(f"task {task.name!r}", path, tensors, half=half)
     text = json.dumps(describe(task), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    write_container(Path(path), {"format": f"{FORMAT}/{_version(task)}", "task": text}, stored)
+    return {"format": f"{FORMAT}/{_version(task)}", "task": text}, stored
 
 
 def _version(task: Task) -> int:
@@ -79,8 +88,16 @@ def load_task(path: Path | str) -> Task:
     ...     load_task(f"{folder}/pets.safetensors").labels
     ('cat', 'dog')
     """
-    path = Path(path)
-    metadata, tensors = read_container(path)
+    return _load(Path(path), None)
+
+
+def task_from_bytes(content: bytearray, name: str) -> Task:
+    """The task in the content of a file; its tensors are views of it. Messages call the file `name`."""
+    return _load(Path(name), content)
+
+
+def _load(path: Path, content: bytearray | None) -> Task:
+    metadata, tensors = read_container(path, content)
     check_format(path, metadata.get("format", ""), FORMAT, VERSION)
     _check_tensors(path, tensors)
     with reading_description(path, "task"):

@@ -1,9 +1,9 @@
 """Errors as clients see them: RFC 9457 problems, `application/problem+json`, with the right status.
 
-    {"type": "about:blank", "title": "Not Found", "status": 404, "detail": "no task 'pet'. …", "instance": "<request id>"}
+    {"type": "about:blank", "title": "Not Found", "status": 404, "detail": "no task 'pet'. …", "instance": "<id>"}
 
-Routes raise a `ProblemError`, or let an error of the library pass: `problem_of` knows the status of each. A client never
-sees a traceback.
+Routes raise a `ProblemError`, or let an error of the library pass: `problem_of` knows the status of each. A client
+never sees a traceback.
 """
 
 import json

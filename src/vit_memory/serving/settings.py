@@ -33,5 +33,5 @@ class Settings:
     allowed_hosts: tuple[str, ...] = ()  # accepted Host headers without the port; empty: all
     bundle_folder: Path | None = None  # where changes are kept; None: in memory
     run_folder: Path | None = None  # what several workers share until the server stops
-    limits: Limits = Limits()
-    engine: EngineOptions = EngineOptions()
+    limits: Limits = field(default_factory=Limits)
+    engine: EngineOptions = field(default_factory=EngineOptions)

@@ -1,0 +1,240 @@
+"""The tasks behind a server: every change goes through here, to the disk and to the engine, in this order of safety.
+
+A change is checked, prepared by the engine, written to the bundle folder, and only then answered from: what clients
+were told is there after a restart, and what could not be written was never served. Processes that share a folder take
+turns by its lock and look for others' changes first; between changes each looks at the folder a few times a second.
+Without a folder, changes last until the server stops.
+
+A task may be unloaded: it stays in the folder and is not served until it is loaded again or the server starts again.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from vit_memory.atomic import write_atomic
+from vit_memory.branch import Branch
+from vit_memory.errors import FileError, UnknownTask, VitMemoryError
+from vit_memory.files.bundle_lock import changing
+from vit_memory.graph import TaskGraph
+from vit_memory.serving.bundle_folder import BundleFolder
+from vit_memory.serving.engine import Engine
+from vit_memory.serving.problems import ProblemError
+from vit_memory.serving.task_set import TaskSet
+from vit_memory.task import Task
+
+_LOOK_EVERY_S = 0.3
+_UNLOADED = "unloaded.json"
+log = logging.getLogger(__name__)
+
+Check = Callable[[str | None], None]  # gets the digest of what has the name now, None if nothing has; may refuse
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edit:
+    """What is held and what of it is unloaded after a change, and how the change is written to the folder."""
+
+    held: TaskGraph
+    unloaded: frozenset[str]
+    write: Callable[[BundleFolder], None] | None = None
+
+
+class TaskStore:
+    """What a server holds and serves. Used on the engine's event loop."""
+
+    def __init__(self, engine: Engine, folder: BundleFolder | None = None, run_folder: Path | None = None) -> None:
+        """`run_folder` is where the processes of one server share which tasks are unloaded."""
+        self._engine, self._folder = engine, folder
+        self._held: TaskGraph = engine.task_set.tasks
+        self._unloaded: frozenset[str] = frozenset()
+        self._unloaded_file = None if run_folder is None else run_folder / _UNLOADED
+        self._seen = self._stamps()
+        self._turn = asyncio.Lock()
+
+    @property
+    def held(self) -> TaskGraph:
+        """All tasks and branches, the unloaded ones included."""
+        return self._held
+
+    @property
+    def unloaded(self) -> frozenset[str]:
+        """The tasks that are held and not served."""
+        return self._unloaded
+
+    @property
+    def persistent(self) -> bool:
+        """Whether changes outlast the server."""
+        return self._folder is not None
+
+    async def put(self, item: Task | Branch, check: Check = lambda _: None) -> TaskSet:
+        """Hold and serve a task or branch, in the place of one that has its name."""
+        is_branch = isinstance(item, Branch)
+
+        def edit() -> _Edit:
+            check(self.digest(item.name, branch=is_branch))
+            held = _with(self._held, item)
+            unloaded = self._unloaded if is_branch else self._unloaded - {item.name}
+            return _Edit(held, unloaded, lambda folder: folder.put(item, held))
+
+        return await self._change(edit)
+
+    async def remove(self, name: str, *, branch: bool = False, check: Check = lambda _: None) -> TaskSet:
+        """Drop a task or branch; GraphError while a task needs it."""
+        tasks, branches = ([], [name]) if branch else ([name], [])
+
+        def edit() -> _Edit:
+            check(self.digest(name, branch=branch))
+            held = self._held.remove(*tasks, branches=branches)
+            return _Edit(held, self._unloaded - set(tasks), lambda folder: folder.remove(tasks, branches, held))
+
+        return await self._change(edit)
+
+    async def unload(self, name: str) -> TaskSet:
+        """Serve a task no longer, and keep it. GraphError while a task that is served extends it."""
+
+        def edit() -> _Edit:
+            return _Edit(self._held, self._unloaded | {self._held[name].name})
+
+        return await self._change(edit)
+
+    async def load(self, name: str) -> TaskSet:
+        """Serve a task that was unloaded, and the tasks that it extends."""
+
+        def edit() -> _Edit:
+            return _Edit(self._held, self._unloaded - {name, *self._held.ancestors(name)})
+
+        return await self._change(edit)
+
+    def digest(self, name: str, *, branch: bool = False) -> str | None:
+        """The digest of a task or branch; None if there is none of that name."""
+        if branch:
+            return self._held.branch_digests.get(name)
+        if name not in self._held:
+            return None
+        return self._engine.task_set.digests.get(name) or self._held[name].digest
+
+    def branch(self, name: str) -> Branch:
+        """A branch by name."""
+        branches = self._held.branches
+        if name not in branches:
+            raise UnknownTask(f"no branch {name!r}. Attached: {', '.join(branches) or 'none'}.")
+        return branches[name]
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Follow what others change in the folder, until the block ends."""
+        watch = asyncio.create_task(self._watch()) if self._folder is not None else None
+        try:
+            yield
+        finally:
+            if watch is not None:
+                watch.cancel()
+                with suppress(asyncio.CancelledError):
+                    await watch
+
+    async def _watch(self) -> None:
+        failed: object = None
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            stamps = await asyncio.to_thread(self._stamps)
+            if stamps == self._seen:
+                continue
+            try:
+                async with self._turn:
+                    await self._follow()
+                failed = None
+            except Exception as error:  # the folder is others' work: whatever is wrong with it must not end the watch
+                if failed != stamps:  # once for each state of the folder
+                    known = isinstance(error, VitMemoryError)
+                    log.error("the bundle folder changed, but cannot be served: %s", error, exc_info=not known)
+                failed = stamps
+
+    async def _change(self, edit: Callable[[], "_Edit"]) -> TaskSet:
+        """Make a change, also if whoever asked for it is cancelled meanwhile: half a change would be worse."""
+        return await asyncio.shield(asyncio.create_task(self._locked(edit)))
+
+    async def _locked(self, edit: Callable[[], "_Edit"]) -> TaskSet:
+        """Make a change: one at a time, of all processes, and after all others' changes."""
+        async with self._turn:
+            if self._folder is None:
+                return await self._serve(edit())
+            lock = changing(self._folder.folder)
+            try:
+                await asyncio.to_thread(lock.__enter__)
+            except FileError as error:
+                raise ProblemError(503, f"nothing was changed: {error}") from error
+            try:
+                if self._stamps() != self._seen:
+                    await self._follow()
+                task_set = await self._serve(edit())
+                self._seen = self._stamps()
+                return task_set
+            finally:
+                lock.__exit__(None, None, None)
+
+    async def _follow(self) -> None:
+        """Serve what the folder holds now."""
+        assert self._folder is not None
+        stamps = self._stamps()  # before reading: a change meanwhile is seen next time
+        held = await asyncio.to_thread(self._folder.read)
+        unloaded = self._unloaded if self._unloaded_file is None else _read_names(self._unloaded_file)
+        # Others may have added a task that extends an unloaded one: that one is served again.
+        needed = {parent for name in held if name not in unloaded for parent in held.ancestors(name)}
+        await self._serve(_Edit(held, (unloaded & held.keys()) - needed))
+        self._seen = stamps
+
+    async def _serve(self, edit: "_Edit") -> TaskSet:
+        """Serve what an edit makes, after it was written to the disk; a failure changes nothing."""
+        if edit.unloaded == self._unloaded and _same(edit.held, self._held):
+            return self._engine.task_set
+        served = edit.held.remove(*edit.unloaded) if edit.unloaded else edit.held
+
+        def commit() -> None:
+            try:
+                if self._folder is not None and edit.write is not None:
+                    edit.write(self._folder)
+                if self._unloaded_file is not None and edit.unloaded != _read_names(self._unloaded_file):
+                    write_atomic(self._unloaded_file, [json.dumps(sorted(edit.unloaded)).encode()])
+            except FileError as error:
+                raise ProblemError(503, f"nothing was changed: {error}") from error
+
+        task_set = await self._engine.replace(
+            lambda current: current.with_only(list(served.values()), list(served.branches.values())), commit
+        )
+        self._held, self._unloaded = edit.held, edit.unloaded
+        return task_set
+
+    def _stamps(self) -> tuple[object, object]:
+        """Changes whenever another process changes something."""
+        names = None
+        if self._unloaded_file is not None:
+            with suppress(OSError):
+                names = self._unloaded_file.stat().st_mtime_ns
+        return None if self._folder is None else self._folder.stamp(), names
+
+
+def _same(a: TaskGraph, b: TaskGraph) -> bool:
+    """Whether two graphs hold the same objects."""
+    pairs = [(dict(a), dict(b)), (a.branches, b.branches)]
+    return all(list(x) == list(y) and all(x[name] is y[name] for name in x) for x, y in pairs)
+
+
+def _with(graph: TaskGraph, item: Task | Branch) -> TaskGraph:
+    """A graph with a task or branch in the place of the one that has its name, or at the end."""
+    tasks, branches = dict(graph), dict(graph.branches)
+    if isinstance(item, Task):
+        tasks[item.name] = item
+    else:
+        branches[item.name] = item
+    return TaskGraph(tasks.values(), branches.values())
+
+
+def _read_names(path: Path) -> frozenset[str]:
+    try:
+        return frozenset(json.loads(path.read_bytes()))
+    except (OSError, ValueError):
+        return frozenset()
