@@ -1,0 +1,283 @@
+// The page: what it knows, and what happens when the visitor or the server changes something.
+
+import { AttentionView } from "./attention.js";
+import { hasClassToken, originalCard, taskCard } from "./answers.js";
+import { byId, setText } from "./elements.js";
+import { watchImageInput } from "./image_input.js";
+import { LiveStatus } from "./live.js";
+import { TaskManager } from "./manage.js";
+import { SAMPLES, sampleFile } from "./samples.js";
+import { Server } from "./server.js";
+import { drawGraph } from "./task_graph.js";
+import { count, milliseconds, rough, shortAnswer } from "./text.js";
+import { askForToken, keepToken, keptToken } from "./tokens.js";
+
+const FRESH_MS = 12_000; // how long a task that appeared is marked as new
+const FILTER_FROM = 13; // tasks from which they can be filtered by name
+const wide = matchMedia("(min-width: 60rem)");
+const calm = matchMedia("(prefers-reduced-motion: reduce)");
+
+const state = {
+  catalogue: null, // what GET /v1/tasks said
+  image: null, // {file, number}
+  answer: null, // the whole answer of POST /v1/predict for the image
+  chosen: null, // name of the task that is explained
+  explanations: new Map(), // image, task and digest -> explanation
+  fresh: new Set(), // names of tasks that appeared a moment ago
+  filter: "",
+  predicting: null, // AbortController of the running request
+};
+
+const server = new Server(askForToken);
+const attention = new AttentionView({ onBlock: () => {}, onClose: () => choose(null) });
+const manager = new TaskManager(server, { changed: loadTasks });
+const live = new LiveStatus(server, { onVersion: versionSeen, onLost: showLost });
+
+// -------------------------------------------------------------------------------------------------------------- tasks
+
+let loading = null;
+
+/** Ask for the tasks; requests while one is under way share its answer, and ask once more after it. */
+function loadTasks() {
+  loading = (loading ?? Promise.resolve()).catch(() => {}).then(async () => {
+    const catalogue = await server.tasks();
+    const before = state.catalogue;
+    if (before?.version === catalogue.version) return;
+    state.catalogue = catalogue;
+    if (before) markChanges(before, catalogue);
+    if (state.chosen && !taskNamed(state.chosen)) choose(null);
+    renderCatalogue();
+    if (state.image && state.answer?.version !== catalogue.version) await predict();
+  });
+  return loading;
+}
+
+function versionSeen(version) {
+  if (version && state.catalogue && version !== state.catalogue.version) loadTasks().catch(showProblem);
+}
+
+function markChanges(before, after) {
+  const digest = new Map(before.tasks.map((task) => [task.name, task.digest]));
+  const fresh = after.tasks.filter((task) => digest.get(task.name) !== task.digest).map((task) => task.name);
+  const gone = before.tasks.filter((task) => !after.tasks.some((other) => other.name === task.name));
+  for (const name of fresh) state.fresh.add(name);
+  if (fresh.length) setTimeout(() => (fresh.forEach((name) => state.fresh.delete(name)), renderAnswers()), FRESH_MS);
+  const words = [...fresh.map((name) => `Task ${name} was added.`), ...gone.map((task) => `Task ${task.name} was removed.`)];
+  if (words.length) announce(words.join(" "));
+}
+
+function taskNamed(name) {
+  return state.catalogue.tasks.find((task) => task.name === name);
+}
+
+function renderCatalogue() {
+  const { backbone, tasks, branches, version } = state.catalogue;
+  setText(byId("heading-tasks"), tasks.length ? count(tasks.length, "task") : "any number of tasks");
+  setText(byId("backbone-facts"), `${backbone.name}: ${rough(backbone.parameters)} frozen parameters, ${count(backbone.depth, "block")}`);
+  setText(byId("version"), `${count(tasks.length, "task")}, ${count(branches.length, "branch", "branches")}, version ${version}`);
+  byId("filter-field").hidden = tasks.length < FILTER_FROM;
+  byId("legend-branch").hidden = !branches.length;
+  byId("legend-parent").hidden = !tasks.some((task) => task.parents.length);
+  manager.render(state.catalogue);
+  live.renderCost(tasks.length);
+  renderAnswers();
+  renderGraph();
+}
+
+// ------------------------------------------------------------------------------------------------------------ answers
+
+let images = 0;
+
+async function takeImage(file, note) {
+  state.image = { file, number: ++images };
+  state.answer = null;
+  setText(byId("image-note"), note);
+  const picture = byId("picture");
+  URL.revokeObjectURL(picture.src);
+  picture.alt = `The image that was given: ${file.name}`;
+  picture.src = URL.createObjectURL(file);
+  byId("stage").classList.remove("undisplayable");
+  attention.show(null, null);
+  await predict();
+}
+
+async function predict() {
+  state.predicting?.abort();
+  const controller = (state.predicting = new AbortController());
+  const { image } = state;
+  byId("answers").setAttribute("aria-busy", "true");
+  byId("graph").classList.add("running");
+  try {
+    const answer = await server.predict(image.file, { checkOriginal: true, signal: controller.signal });
+    if (state.image !== image) return;
+    state.answer = answer;
+    byId("problem").hidden = true;
+    live.renderAnswer(answer.images[0], answer.seconds);
+    sayAnswers(answer);
+    renderAnswers();
+    renderGraph();
+    live.ask();
+    versionSeen(answer.version);
+    if (state.chosen) await explain();
+  } catch (error) {
+    if (error.name !== "AbortError") {
+      state.answer = null;
+      renderAnswers();
+      showProblem(error);
+    }
+  } finally {
+    if (state.predicting === controller) {
+      byId("answers").removeAttribute("aria-busy");
+      setTimeout(() => byId("graph").classList.remove("running"), 900); // the pulse runs to its end
+    }
+  }
+}
+
+function sayAnswers(answer) {
+  const { tasks, stages_ms: stages } = answer.images[0];
+  const number = Object.keys(tasks).length;
+  const untouched = answer.images[0].original.identical ? ", the original output untouched" : "";
+  setText(byId("summary"), `${count(number, "task")} answered in one pass of ${milliseconds(stages.compute)}${untouched}.`);
+  const words = Object.entries(tasks).slice(0, 8).map(([name, task]) => `${name}: ${shortAnswer(task)}`);
+  announce(`${words.join(". ")}${number > 8 ? `, and ${number - 8} more` : ""}.`);
+}
+
+function renderAnswers() {
+  if (!state.catalogue) return;
+  const focused = document.activeElement?.closest("#answers [data-task]")?.dataset.task; // kept over the new cards
+  const { backbone, tasks } = state.catalogue;
+  const image = state.answer?.images[0];
+  const shown = tasks.filter((task) => task.name.toLowerCase().includes(state.filter));
+  byId("cards").replaceChildren(
+    originalCard(image?.original ?? null, backbone),
+    ...shown.map((task) => taskCard(task, image?.tasks[task.name] ?? null,
+      { chosen: task.name === state.chosen, fresh: state.fresh.has(task.name), choose: toggle })),
+  );
+  if (focused) byId("cards").querySelector(`[data-task="${CSS.escape(focused)}"] button`)?.focus({ preventScroll: true });
+}
+
+function renderGraph() {
+  if (!state.catalogue) return;
+  const answers = state.answer?.images[0].tasks ?? {};
+  drawGraph(byId("graph"), state.catalogue, { answers, chosen: state.chosen, explanation: explanationOf(state.chosen), choose: toggle });
+}
+
+// ------------------------------------------------------------------------------------------------------- explanations
+
+function toggle(name) {
+  choose(name === state.chosen ? null : name);
+}
+
+function choose(name) {
+  state.chosen = name;
+  renderAnswers();
+  renderGraph();
+  if (name === null) {
+    attention.show(null, null);
+    return;
+  }
+  explain().then(() => {
+    if (!wide.matches) byId("stage").scrollIntoView({ behavior: calm.matches ? "auto" : "smooth", block: "start" });
+  });
+}
+
+function explanationKey(name) {
+  return `${state.image?.number} ${name} ${taskNamed(name)?.digest}`;
+}
+
+function explanationOf(name) {
+  return name && state.catalogue ? state.explanations.get(explanationKey(name)) ?? null : null;
+}
+
+async function explain() {
+  const task = taskNamed(state.chosen);
+  if (!task || !state.image) return;
+  const key = explanationKey(task.name);
+  if (!state.explanations.has(key)) {
+    attention.show(task, null, "Asking the server…");
+    try {
+      const answer = await server.predict(state.image.file, { tasks: [task.name], explain: [task.name] });
+      if (state.explanations.size > 50) state.explanations.clear();
+      state.explanations.set(key, answer.images[0].explanations[task.name]);
+    } catch (problem) {
+      if (state.chosen === task.name) attention.show(task, null, `${problem.title ?? ""} ${problem.detail ?? problem.message}`);
+      return;
+    }
+  }
+  if (state.chosen !== task.name || key !== explanationKey(task.name)) return; // chosen anew in the meantime
+  attention.show(task, state.explanations.get(key));
+  renderGraph();
+}
+
+// ----------------------------------------------------------------------------------------------------------- messages
+
+function announce(text) {
+  setText(byId("announcer"), text);
+}
+
+function showProblem(problem) {
+  setText(byId("problem-title"), problem.title || "Something went wrong");
+  const wait = problem.retryAfter ? ` Try again in ${count(problem.retryAfter, "second")}.` : "";
+  setText(byId("problem-detail"), `${problem.detail ?? problem.message}${wait}`);
+  setText(byId("problem-id"), problem.requestId ? `Request ${problem.requestId}` : "");
+  byId("retry").hidden = !state.image;
+  byId("problem").hidden = false;
+}
+
+function showLost(lost) {
+  byId("lost").hidden = !lost;
+}
+
+// -------------------------------------------------------------------------------------------------------------- start
+
+async function start() {
+  server.token = keptToken("token");
+  const admin = byId("admin-token");
+  admin.value = keptToken("admin") ?? "";
+  server.adminToken = admin.value || null;
+  const keep = byId("keep-admin");
+  keep.checked = Boolean(admin.value);
+  const remember = () => keepToken("admin", keep.checked ? admin.value : null);
+  keep.addEventListener("change", remember);
+  admin.addEventListener("change", remember);
+  byId("retry").addEventListener("click", () => predict());
+  byId("filter").addEventListener("input", (event) => {
+    state.filter = event.target.value.trim().toLowerCase();
+    renderAnswers();
+  });
+  byId("picture").addEventListener("error", () => byId("stage").classList.add("undisplayable"));
+  new ResizeObserver(renderGraph).observe(byId("graph").parentElement);
+  watchImageInput({
+    onImage: takeImage,
+    onTaskFiles: (files) => manager.takeFiles(files),
+    onProblem: (title, detail) => showProblem({ title, detail }),
+  });
+
+  try {
+    await loadTasks();
+  } catch (problem) {
+    showProblem(problem);
+    return;
+  }
+  live.start();
+  watchEvents();
+  const first = state.catalogue.tasks.find((task) => hasClassToken(task) && task.cells) ?? state.catalogue.tasks.find(hasClassToken);
+  if (wide.matches && first) state.chosen = first.name;
+  await takeImage(await sampleFile(SAMPLES[0]), "");
+}
+
+/** The stream of changes is open while the page is visible: browsers allow few connections to one server. */
+function watchEvents() {
+  let controller = null;
+  const follow = () => {
+    controller?.abort();
+    controller = null;
+    if (document.hidden) return;
+    controller = new AbortController();
+    server.watch(versionSeen, controller.signal);
+  };
+  document.addEventListener("visibilitychange", follow);
+  follow();
+}
+
+start();

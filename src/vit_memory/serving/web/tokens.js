@@ -1,0 +1,40 @@
+// Tokens that the visitor types: for this page alone, or kept in this tab until it is closed.
+
+import { byId, setText } from "./elements.js";
+
+const KEYS = { token: "vit-memory token", admin: "vit-memory admin token" };
+
+export function keptToken(which) {
+  try {
+    return sessionStorage.getItem(KEYS[which]);
+  } catch {
+    return null; // storage is switched off
+  }
+}
+
+export function keepToken(which, token) {
+  try {
+    if (token) sessionStorage.setItem(KEYS[which], token);
+    else sessionStorage.removeItem(KEYS[which]);
+  } catch {
+    // it is then asked for again
+  }
+}
+
+/** Ask for the token in a dialog: resolves to it, or to null if the visitor closed the dialog. */
+export function askForToken(problem) {
+  const dialog = byId("token-dialog");
+  const input = byId("token");
+  setText(byId("token-problem"), keptToken("token") || input.value ? problem.detail : "");
+  keepToken("token", null); // it was refused
+  input.value = "";
+  dialog.returnValue = "";
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => {
+      const token = dialog.returnValue === "use" ? input.value.trim() : "";
+      if (token && byId("keep-token").checked) keepToken("token", token);
+      resolve(token || null);
+    }, { once: true });
+    dialog.showModal();
+  });
+}
