@@ -7,11 +7,14 @@ again. A client that sends too slowly is given up.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from vit_memory.serving.problems import ProblemError
+
+Result = TypeVar("Result")
 
 
 class BodyBudget:
@@ -87,3 +90,18 @@ async def wait_for_disconnect(request: Request) -> None:
     """Return when the client has gone. Only after its body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, or ClientDisconnect: a client that has gone takes no place in a batch."""
+    job = asyncio.create_task(work)
+    gone = asyncio.create_task(wait_for_disconnect(request))
+    try:
+        await asyncio.wait({job, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if job.done():
+            return job.result()
+        raise ClientDisconnect
+    finally:
+        job.cancel()
+        gone.cancel()
+        await asyncio.gather(job, gone, return_exceptions=True)

@@ -22,6 +22,7 @@ from vit_memory.errors import (
     GraphError,
     ImageError,
     QueueFull,
+    ServingError,
     TaskError,
     UnknownTask,
     VitMemoryError,
@@ -40,6 +41,7 @@ _STATUS: tuple[tuple[type[VitMemoryError], int], ...] = (
     (QueueFull, 503),
     (EngineClosed, 503),
     (DeadlinePassed, 504),
+    (ServingError, 503),  # the pass over its batch failed
 )
 RETRY_AFTER_S = 1
 

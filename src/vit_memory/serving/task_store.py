@@ -11,7 +11,7 @@ A task may be unloaded: it stays in the folder and is not served until it is loa
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,8 +219,11 @@ class TaskStore:
 
 def _same(a: TaskGraph, b: TaskGraph) -> bool:
     """Whether two graphs hold the same objects."""
-    pairs = [(dict(a), dict(b)), (a.branches, b.branches)]
-    return all(list(x) == list(y) and all(x[name] is y[name] for name in x) for x, y in pairs)
+    return _same_items(a, b) and _same_items(a.branches, b.branches)
+
+
+def _same_items(a: Mapping[str, object], b: Mapping[str, object]) -> bool:
+    return list(a) == list(b) and all(a[name] is b[name] for name in a)
 
 
 def _with(graph: TaskGraph, item: Task | Branch) -> TaskGraph:

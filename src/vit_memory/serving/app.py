@@ -1,0 +1,140 @@
+"""The application: one engine, and every route, rule and limit around it.
+
+app = create_app("my-bundle/")  # an ASGI application, for uvicorn or any other server
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from vit_memory.backbone import load_backbone
+from vit_memory.errors import UnknownTask, VitMemoryError
+from vit_memory.files.bundle import Bundle
+from vit_memory.model import MemoryViT
+from vit_memory.serving import docs_page, inference_protocol, page_routes, predict_routes, task_routes
+from vit_memory.serving.bundle_folder import BundleFolder
+from vit_memory.serving.engine import Engine
+from vit_memory.serving.envelope import Envelope
+from vit_memory.serving.limits import BodyBudget
+from vit_memory.serving.metrics import Metrics
+from vit_memory.serving.openapi import describe
+from vit_memory.serving.predict_body import invalid
+from vit_memory.serving.problems import ProblemError, problem_of
+from vit_memory.serving.security import PREDICT
+from vit_memory.serving.settings import Settings
+from vit_memory.serving.state import ServerState, state_of
+from vit_memory.serving.task_store import TaskStore
+
+_NAMED_TASKS = 100  # at most, in the answer to an unknown name
+_DEFAULTS = Settings()
+
+
+def create_app(
+    source: Engine | MemoryViT | Bundle | Path | str,
+    settings: Settings = _DEFAULTS,
+    *,
+    backbone: str | None = None,
+    device: str = "cpu",
+) -> FastAPI:
+    """An application that serves a bundle's folder, a model, or an engine that was not started yet.
+
+    Changes of a folder's tasks are kept in it, those of a model in memory. `backbone` and `device` are for a folder: by
+    default the backbone that its manifest names, on the CPU. The application runs once.
+    """
+    metrics = Metrics()
+    folder: BundleFolder | None = None
+    if isinstance(source, (Bundle, Path, str)):
+        path = source.folder if isinstance(source, Bundle) else Path(source)
+        folder = BundleFolder(path)
+        settings = replace(settings, bundle_folder=path)
+        held = folder.read()
+        loaded = load_backbone(backbone or folder.backbone, device=device)
+        source = MemoryViT(loaded, held.values(), held.branches.values())
+    engine = source if isinstance(source, Engine) else Engine(source, settings.engine, observe=metrics)
+    store = TaskStore(engine, folder, settings.run_folder)
+    state = ServerState(engine, settings, store, BodyBudget(settings.limits.max_bodies_bytes))
+    app = FastAPI(
+        title="vit-memory",
+        version=version("vit-memory"),
+        description="One image, one pass of the backbone, the answers of all tasks.",
+        docs_url=None,  # FastAPI's own page loads its scripts from elsewhere
+        redoc_url=None,
+        lifespan=_lifespan(state, metrics),
+    )
+    app.state.server = state
+    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    _add_routes(app, state, metrics)
+    _add_handlers(app)
+    if settings.cors:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors),
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_headers=["Authorization", "Content-Type", "If-Match", "If-None-Match", "X-Request-Id"],
+            expose_headers=["ETag", "Location", "Retry-After", "X-Request-Id"],
+        )
+    app.add_middleware(Envelope, settings=settings, metrics=metrics)  # the last one is the outermost
+    return app
+
+
+def _lifespan(state: ServerState, metrics: Metrics):  # type: ignore[no-untyped-def]
+    @asynccontextmanager
+    async def run(app: FastAPI) -> AsyncIterator[None]:
+        async with state.engine as engine:
+            metrics.watch(engine.task_set, lambda: engine.stats)
+            async with state.store.watching():
+                yield
+
+    return run
+
+
+def _add_routes(app: FastAPI, state: ServerState, metrics: Metrics) -> None:
+    app.include_router(predict_routes.router(state))
+    app.include_router(task_routes.router(state))
+    app.include_router(inference_protocol.router(state))
+    app.include_router(docs_page.router(app))
+    app.include_router(page_routes.router())
+
+    @app.get("/metrics", dependencies=[PREDICT], include_in_schema=False)
+    def show_metrics(request: Request) -> Response:  # not async: it may read files of other workers
+        content, media_type = metrics.render(request.headers.get("accept"))
+        return Response(content, headers={"Content-Type": media_type})
+
+
+def _add_handlers(app: FastAPI) -> None:
+    """Every error becomes a problem."""
+
+    def respond(request: Request, problem: ProblemError) -> Response:
+        problem.detail = state_of(request).public(problem.detail)
+        return problem.response(request.state.request_id)
+
+    @app.exception_handler(ProblemError)
+    async def on_problem(request: Request, error: ProblemError) -> Response:
+        return respond(request, error)
+
+    @app.exception_handler(VitMemoryError)
+    async def on_library_error(request: Request, error: VitMemoryError) -> Response:
+        problem = problem_of(error)
+        if problem is None:
+            raise error
+        if isinstance(error, UnknownTask):
+            problem.fields["tasks"] = list(state_of(request).engine.task_set.tasks)[:_NAMED_TASKS]
+        return respond(request, problem)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
+        return respond(request, invalid("the request", error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        detail = str(error.detail)
+        if error.status_code == 404 and detail == "Not Found":
+            detail = "no such route; /docs lists them."
+        return respond(request, ProblemError(error.status_code, detail, headers=error.headers))
