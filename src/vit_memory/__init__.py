@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         GraphError,
         ImageError,
         NewerFormat,
+        RequestFailed,
+        ServingError,
         TaskError,
         TrainingError,
         TrainingStopped,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from vit_memory.outputs import Original, Outputs
     from vit_memory.preprocessing import Preprocessing
     from vit_memory.read_out import ReadOut
+    from vit_memory.serving.client import AsyncClient, Client
     from vit_memory.task import BranchRef, Task, TaskRecord, new_task
     from vit_memory.training.cache import Cache
     from vit_memory.training.callbacks import Callbacks, Progress
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Adapter",
+    "AsyncClient",
     "Backbone",
     "BackboneError",
     "BackboneIdentity",
@@ -59,6 +63,7 @@ __all__ = [
     "Bundle",
     "Cache",
     "Callbacks",
+    "Client",
     "DamagedFile",
     "DataError",
     "Dataset",
@@ -77,6 +82,8 @@ __all__ = [
     "RateFactors",
     "ReadOut",
     "Recipe",
+    "RequestFailed",
+    "ServingError",
     "Task",
     "TaskError",
     "TaskGraph",
@@ -114,6 +121,7 @@ _HOMES = {
     "model": ("MemoryViT",),
     "outputs": ("Original", "Outputs"),
     "preprocessing": ("Preprocessing",),
+    "serving.client": ("AsyncClient", "Client"),
     "task": ("BranchRef", "Task", "TaskRecord", "new_task"),
     "training.cache": ("Cache",),
     "training.callbacks": ("Callbacks", "Progress"),

@@ -65,13 +65,13 @@ class _Calls:
         raises it. `timeout_s` is the server's deadline for this request.
         """
         sources = list(images) if isinstance(images, list | tuple) else [images]
-        query: dict[str, Any] = {"tasks": _names(tasks), "explain": _names(explain), "top_k": top_k}
+        query: dict[str, Any] = {"tasks": _listed(tasks), "explain": _listed(explain) or None, "top_k": top_k}
         query |= {"timeout_s": timeout_s, "check_original": "true" if check_original else None}
         response = await self._send(
             "POST",
             "/v1/predict",
             params={key: value for key, value in query.items() if value is not None},
-            files=[("images", _image_file(source, i)) for i, source in enumerate(sources)],
+            files=[("images", _image_file(source, i)) for i, source in enumerate(sources, 1)],
         )
         return _read(response, Answers.of)
 
@@ -265,22 +265,23 @@ def _options(url: str, token: str | None, timeout_s: float) -> dict[str, Any]:
     return {"base_url": url, "headers": headers, "timeout": timeout_s}
 
 
-def _names(names: Sequence[str] | None) -> list[str] | None:
+def _listed(names: Sequence[str] | None) -> str | None:
+    """Names as the query has them; an empty text is no name at all, None leaves the choice to the server."""
     if isinstance(names, str):
-        raise ServingError(f"tasks is {names!r}; give a list of names: [{names!r}].")
-    return list(names) if names else None
+        raise ServingError(f"names of tasks are {names!r}; give a list: [{names!r}].")
+    return None if names is None else ",".join(names)
 
 
-def _image_file(source: Any, index: int) -> tuple[str, bytes]:
+def _image_file(source: Any, number: int) -> tuple[str, bytes]:
     """The name and the bytes of an image."""
     if isinstance(source, str | Path):
         return Path(source).name, _read_file(Path(source))
     if isinstance(source, bytes | bytearray | memoryview):
-        return f"image {index}", bytes(source)
+        return f"image {number}", bytes(source)
     if hasattr(source, "save") and hasattr(source, "mode"):  # Pillow's, which need not be imported for this
-        return f"image {index}", _encode(source)
+        return f"image {number}", _encode(source)
     raise ServingError(
-        f"image {index} is a {type(source).__name__}; expected a path, the bytes of a file, or an image of Pillow."
+        f"image {number} is a {type(source).__name__}; expected a path, the bytes of a file, or an image of Pillow."
     )
 
 

@@ -51,21 +51,21 @@ class OriginalAnswer:
 class BlockAttention:
     """Where a task's class token looked in one block, mean over heads; all parts together sum to one."""
 
-    patches: tuple[float, ...]  # row by row
-    memory: float
-    itself: float
-    originals: float
-    ancestors: Mapping[str, float]
-    ancestor_memory: Mapping[str, float]
+    patches: tuple[float | None, ...]  # row by row; None for NaN, as everywhere
+    memory: float | None
+    itself: float | None
+    originals: float | None
+    ancestors: Mapping[str, float | None]
+    ancestor_memory: Mapping[str, float | None]
 
     @classmethod
     def of(cls, block: Mapping[str, Any]) -> "BlockAttention":
         """From JSON."""
         return cls(
             patches=tuple(block["patches"]),
-            memory=float(block["memory"]),
-            itself=float(block["itself"]),
-            originals=float(block["originals"]),
+            memory=block["memory"],
+            itself=block["itself"],
+            originals=block["originals"],
             ancestors=dict(block["ancestors"]),
             ancestor_memory=dict(block["ancestor_memory"]),
         )
@@ -191,6 +191,7 @@ class ServedTasks(Mapping[str, TaskInfo]):
     backbone: Mapping[str, Any]  # name, fingerprint, width, depth …
     tasks: Mapping[str, TaskInfo]
     branches: Mapping[str, str]  # name -> digest
+    unloaded: tuple[str, ...]  # tasks that the server keeps and does not serve
     read_only: bool
 
     @classmethod
@@ -201,6 +202,7 @@ class ServedTasks(Mapping[str, TaskInfo]):
             backbone=dict(body["backbone"]),
             tasks={task["name"]: TaskInfo.of(task) for task in body["tasks"]},
             branches={branch["name"]: branch["digest"] for branch in body["branches"]},
+            unloaded=tuple(body.get("unloaded") or ()),
             read_only=bool(body["read_only"]),
         )
 

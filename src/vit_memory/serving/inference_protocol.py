@@ -106,7 +106,9 @@ def _add_model_routes(routes: APIRouter, state: ServerState) -> None:
     @routes.post("/v2/models/{name}/versions/{version}/infer", dependencies=[PREDICT], openapi_extra=INFER_BODY)
     async def infer(name: str, request: Request, version: str | None = None) -> Response:
         """The answer of one task for one or several images."""
-        _find(state, state.engine.task_set, name, version)  # before the body is read
+        _find(state, state.engine.task_set, name, version)
+        if state.engine.stats.waiting >= state.engine.options.max_queue:
+            raise ProblemError(503, "the queue is full. Try again.")  # before its body takes memory
         limits = state.settings.limits
         with Body(request, state.bodies, limits.max_body_bytes, limits.body_timeout_s) as body:
             content = await body.read()
@@ -217,6 +219,7 @@ async def _predict(state: ServerState, task: Task, task_set: TaskSet, request: I
     finally:
         for answer in answers:
             answer.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)  # their errors are seen, if only to be dropped
 
 
 async def _unless_gone(request: Request, work: Awaitable[Tensor]) -> Tensor:

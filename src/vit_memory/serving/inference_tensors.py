@@ -190,7 +190,7 @@ def _requested_output(entry: Mapping[str, Any], binary: bool) -> RequestedOutput
 def _images(entry: Mapping[str, Any], binary_data: memoryview, limits: InputLimits) -> tuple[Sequence[Any], int]:
     """The images of an input, and how many bytes of the binary data are its own."""
     name, datatype = entry.get("name"), entry.get("datatype")
-    if name not in _READERS:
+    if not isinstance(name, str) or name not in _READERS:
         raise _malformed(f"the input is called {str(name)[:100]!r}; expected {IMAGE!r} or {PIXELS!r}.")
     where = f"input {name!r}"
     expected, from_json, from_bytes = _READERS[name]
@@ -293,7 +293,7 @@ def _planes(values: np.ndarray, shape: tuple[int, ...]) -> Sequence[Tensor]:
 
 
 _Reader = Callable[[Any, tuple[int, ...], str], Sequence[Any]]
-_READERS: Mapping[Any, tuple[str, _Reader, _Reader]] = {
+_READERS: Mapping[str, tuple[str, _Reader, _Reader]] = {
     IMAGE: ("BYTES", _files_from_json, _files_from_bytes),
     PIXELS: ("FP32", _pixels_from_json, _pixels_from_bytes),
 }

@@ -22,7 +22,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.registry import Collector
 
-from vit_memory.serving.answers import Answer, EngineStats, Observer, Refusal
+from vit_memory.serving.answers import Answer
+from vit_memory.serving.stats import EngineStats, Observer, Refusal
 from vit_memory.serving.task_set import TaskSet
 
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"

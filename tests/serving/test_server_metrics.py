@@ -1,0 +1,198 @@
+"""Prometheus metrics of a server: right counts, few series, and the sum of all workers."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from vit_memory.serving.answers import Answer, OriginalAnswer
+from vit_memory.serving.metrics import FOLDER_VARIABLE, FURTHER_TASKS, Metrics, share_between_workers
+from vit_memory.serving.stats import EngineStats
+
+
+def task_set(*names):
+    """A version of the task set, without a model: metrics read its name and its tasks only."""
+    return SimpleNamespace(version=" ".join(names), digests=dict.fromkeys(names, "…"))
+
+
+def answer(*tasks, decode=0.004, queue=0.02, compute=0.3):
+    """An answer as the engine gives it; metrics read its stages and its tasks only."""
+    original = OriginalAnswer(torch.zeros(1), None, None)
+    stages = {"decode": decode, "queue": queue, "compute": compute}
+    return Answer("v", dict.fromkeys(tasks, torch.zeros(1)), {}, {}, original, 1, stages)
+
+
+def samples(metrics):
+    """Everything that is exposed, as {(name, *label values): value}; values in the order of their labels' names."""
+    text, content_type = metrics.render()
+    assert content_type.startswith("text/plain")
+    families = text_string_to_metric_families(text.decode())
+    return {(s.name, *(v for k, v in s.labels.items() if k != "pid")): s.value for f in families for s in f.samples}
+
+
+def series(metrics, name):
+    return {key[1:]: value for key, value in samples(metrics).items() if key[0] == name}
+
+
+@pytest.fixture
+def metrics():
+    metrics = Metrics()
+    metrics.watch(task_set("pets", "birds"), lambda: replace(NO_STATS, waiting=7, running=9, cost=1.25))
+    return metrics
+
+
+NO_STATS = EngineStats(
+    version="",
+    waiting=0,
+    running=0,
+    admitted=0,
+    answered=0,
+    refused={},
+    passes=0,
+    images=0,
+    compute_seconds=0.0,
+    last_batch=0,
+    largest_batch=0,
+    changes=0,
+    cost=None,
+    uptime=0.0,
+)
+
+
+def test_images_are_counted_by_stage_task_and_batch(metrics):
+    for _ in range(3):
+        metrics.answered(answer("pets", "birds"))
+    metrics.answered(answer("pets"))
+    metrics.computed(3, 2, 0.3)
+    metrics.computed(1, 1, 0.1)
+    metrics.refused("queue full")
+    shown = samples(metrics)
+    assert shown["vit_memory_task_images_total", "pets"] == 4
+    assert shown["vit_memory_task_images_total", "birds"] == 3
+    assert shown["vit_memory_stage_seconds_sum", "compute"] == pytest.approx(1.2)
+    assert shown["vit_memory_stage_seconds_count", "queue"] == 4
+    assert shown["vit_memory_stage_seconds_bucket", "0.005", "decode"] == 4
+    assert shown["vit_memory_stage_seconds_bucket", "0.0025", "decode"] == 0
+    assert shown["vit_memory_batch_images_bucket", "2.0"] == 1
+    assert shown["vit_memory_batch_images_sum",] == 4
+    assert shown["vit_memory_refused_images_total", "queue_full"] == 1
+    assert shown["vit_memory_queue_images",] == 7
+    assert shown["vit_memory_running_images",] == 9
+    assert shown["vit_memory_pass_cost_ratio",] == 1.25
+
+
+def test_the_version_and_the_memory_of_the_process_are_shown(metrics):
+    new = task_set("pets")
+    metrics.changed(new)
+    assert series(metrics, "vit_memory_task_set_info") == {(new.version,): 1}
+    assert series(metrics, "vit_memory_tasks") == {(): 1}
+    assert series(metrics, "process_resident_memory_bytes")[()] > 10e6
+    assert series(metrics, "process_threads")[()] >= 1
+
+
+def test_the_series_of_a_removed_task_go_away_and_do_not_come_back_with_late_answers(metrics):
+    metrics.answered(answer("pets", "birds"))
+    metrics.changed(task_set("birds"))
+    assert series(metrics, "vit_memory_task_images_total") == {("birds",): 1}
+    metrics.answered(answer("pets", "birds"))  # admitted before the change
+    assert series(metrics, "vit_memory_task_images_total") == {("birds",): 2, (FURTHER_TASKS,): 1}
+
+
+def test_two_hundred_changes_leave_as_many_series_as_there_were(metrics):
+    metrics.answered(answer("pets", "birds"))
+    before = len(samples(metrics))
+    more, fewer = task_set("pets", "birds", "third"), task_set("pets", "birds")
+    for _ in range(100):
+        metrics.changed(more)
+        metrics.answered(answer("third"))
+        metrics.changed(fewer)
+    assert len(samples(metrics)) == before
+
+
+def test_requests_are_counted_by_route_and_status_and_strange_methods_together(metrics):
+    for status in (200, 200, 503):
+        metrics.request("POST", "/v1/predict", status, 0.02)
+    for i in range(50):
+        metrics.request(f"STRANGE{i}", "unknown", 404, 0.001)
+    metrics.request("GET", "/v1/events", 200, 600.0)
+    assert series(metrics, "vit_memory_requests_total") == {
+        ("POST", "/v1/predict", "200"): 2,
+        ("POST", "/v1/predict", "503"): 1,
+        ("other", "unknown", "404"): 50,
+        ("GET", "/v1/events", "200"): 1,
+    }
+    assert set(series(metrics, "vit_memory_request_seconds_count")) == {("/v1/predict",), ("unknown",)}
+
+
+WORKER = """
+import sys
+sys.path.insert(0, {tests!r})
+from serving.test_server_metrics import *
+metrics = Metrics()
+queue = 0
+metrics.watch(task_set("pets", "birds"), lambda: replace(NO_STATS, waiting=queue))
+for line in sys.stdin:
+    exec(line)
+    print(json.dumps([[list(key), value] for key, value in samples(metrics).items()]), flush=True)
+"""
+
+
+class Worker:
+    """A process with metrics of its own, that runs lines of code and tells what a scrape of it gives."""
+
+    def __init__(self, folder):
+        code = WORKER.format(tests=os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
+        environment = {**os.environ, FOLDER_VARIABLE: str(folder)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def run(self, line):
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return {tuple(key): value for key, value in json.loads(self.process.stdout.readline())}
+
+    def kill(self):
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_workers_add_up_whichever_is_asked_and_the_dead_keep_their_counts_but_not_their_queues(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, "")  # restored afterwards
+    share_between_workers(tmp_path / "metrics")
+    monkeypatch.undo()
+    workers = [Worker(tmp_path / "metrics") for _ in range(2)]
+    try:
+        workers[0].run("metrics.answered(answer('pets', 'birds')); metrics.request('GET', '/v2', 200, 0.1)")
+        workers[0].run("queue = 5; metrics.request('GET', '/v2', 200, 0.1)")
+        shown = workers[1].run("queue = 2; metrics.answered(answer('pets'))")
+        assert shown["vit_memory_task_images_total", "pets"] == 2
+        assert shown["vit_memory_task_images_total", "birds"] == 1
+        assert shown["vit_memory_stage_seconds_count", "compute"] == 2
+        assert shown["vit_memory_requests_total", "GET", "/v2", "200"] == 2
+        assert shown["vit_memory_queue_images",] == 7
+        version = task_set("pets", "birds").version
+        assert shown["vit_memory_task_set_info", version] == 1
+
+        shown = workers[1].run("metrics.changed(task_set('pets'))")
+        assert ("vit_memory_task_images_total", "birds") not in shown
+        assert {key[1] for key in shown if key[0] == "vit_memory_task_set_info"} == {
+            version,  # of the worker that did not follow yet
+            task_set("pets").version,
+        }
+
+        workers[0].kill()
+        shown = workers[1].run("queue = 3")
+        assert shown["vit_memory_task_images_total", "pets"] == 2
+        assert shown["vit_memory_queue_images",] == 3
+        assert {key[1] for key in shown if key[0] == "vit_memory_task_set_info"} == {task_set("pets").version}
+        assert not list((tmp_path / "metrics").glob(f"*{workers[0].process.pid}.json"))
+    finally:
+        for worker in workers:
+            worker.kill()
