@@ -29,13 +29,9 @@ _POLICY = (
     "frame-ancestors 'none'",
     "require-trusted-types-for 'script'",  # no markup from strings either
 )
-HEADERS = {
+HEADERS = {  # beside those that every answer of the server has
     "Content-Security-Policy": "; ".join(_POLICY),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Permissions-Policy": "camera=(self), microphone=(), geolocation=()",
     "Cache-Control": "no-cache",  # kept, but asked for again: after an update no old module meets a new one
 }
 

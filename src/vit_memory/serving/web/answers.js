@@ -7,7 +7,7 @@ import { KINDS, count, grouped, listed, measured, percent } from "./text.js";
 export function originalCard(original, backbone) {
   const seal = sealOf(original);
   const body = original?.top?.length
-    ? bars(original.top.map((item) => ({ ...item, winner: item === original.top[0] })))
+    ? bars(original.top.map((item, i) => ({ ...item, label: `class ${item.label}`, winner: i === 0 })))
     : h("p", { class: "quiet" }, original
         ? `A feature of ${grouped(original.feature_size)} values: this backbone has no head of its own.`
         : "What the backbone answers without any task.");
@@ -56,7 +56,7 @@ function about(task) {
 
 function answerBody(answer) {
   if (answer.error) return h("p", { class: "quiet" }, answer.error.detail ?? answer.error.title);
-  if (answer.not_a_number) {
+  if (answer.not_a_number && answer.kind !== "regression") {
     return h("p", { class: "quiet" }, "Its output is not a number: this task is broken. The others are not affected.");
   }
   if (answer.kind === "regression") {

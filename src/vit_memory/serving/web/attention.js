@@ -1,7 +1,7 @@
 // Where a task's class token looked: patches over the image, and for every block how its attention is divided.
 
 import { byId, h, setText, styled, svg } from "./elements.js";
-import { seenPart } from "./crop.js";
+import { preprocessingOf, seenPart } from "./crop.js";
 import { listed, percent } from "./text.js";
 
 const CHART = { width: 320, height: 84, gap: 3 };
@@ -10,7 +10,7 @@ const CHART = { width: 320, height: 84, gap: 3 };
 export function attentionParts(block) {
   const patches = block.patches.reduce((sum, share) => sum + share, 0);
   const parts = [
-    { key: "patches", name: "the image's patches", share: patches },
+    { key: "patches", name: "the image’s patches", share: patches },
     { key: "originals", name: "the original class token", share: block.originals },
     { key: "itself", name: "itself", share: block.itself },
     { key: "memory", name: "its memory cells", share: block.memory },
@@ -23,12 +23,11 @@ export function attentionParts(block) {
 
 /** Shows one explanation at a time; the visitor moves through the blocks. */
 export class AttentionView {
-  constructor({ onBlock, onClose }) {
+  constructor({ onClose }) {
     this.explanation = null;
     this.block = 0;
-    this.onBlock = onBlock;
     this.slider = byId("block");
-    this.slider.addEventListener("input", () => this.showBlock(Number(this.slider.value) - 1));
+    this.slider.addEventListener("input", () => this.explanation && this.showBlock(Number(this.slider.value) - 1));
     byId("picture").addEventListener("load", (event) => {
       const { naturalWidth, naturalHeight } = event.target;
       styled(byId("frame"), { "--ratio": naturalWidth / naturalHeight || 1 });
@@ -39,12 +38,26 @@ export class AttentionView {
     new ResizeObserver(() => this.paint()).observe(byId("picture"));
   }
 
+  /** An answer is under way: what is shown of another image or task stays, dimmed, but not over the image. */
+  wait(task) {
+    if (!task) return this.show(null, null);
+    this.explanation = null;
+    byId("attention").hidden = false;
+    byId("attention").setAttribute("aria-busy", "true");
+    setText(byId("attention-title"), `Where ${task.name} looked`);
+    return this.paint();
+  }
+
   /** `explanation` null hides everything; `message` says why there is none. */
-  show(task, explanation, message = "") {
+  show(task, explanation, { backbone = null, message = "" } = {}) {
+    if (explanation?.blocks.some((block) => block.itself === null)) {
+      [explanation, message] = [null, "Its attention is not a number: this task is broken. The others are not affected."];
+    }
     this.task = task;
+    this.backbone = backbone;
     this.explanation = explanation;
     byId("attention").hidden = !task;
-    byId("stage").classList.toggle("overlaid", Boolean(explanation) && byId("overlay-on").checked);
+    byId("attention").removeAttribute("aria-busy");
     if (task) setText(byId("attention-title"), `Where ${task.name} looked`);
     setText(byId("attention-message"), message);
     byId("attention-body").hidden = !explanation;
@@ -75,7 +88,6 @@ export class AttentionView {
       column.classList.toggle("current", Number(column.dataset.block) === block);
     }
     this.paint();
-    this.onBlock(block);
   }
 
   drawChart() {
@@ -92,7 +104,7 @@ export class AttentionView {
       });
       const target = svg("rect", { x: i * step, y: 0, width: step, height: CHART.height, class: "target" });
       const mark = svg("rect", { x: i * step + CHART.gap / 2, y: CHART.height + 3, width, height: 4, rx: 2, class: "mark" });
-      return svg("g", { "data-block": i, click: () => this.showBlock(i) }, pieces, mark, target);
+      return svg("g", { "data-block": i, click: () => this.explanation && this.showBlock(i) }, pieces, mark, target);
     });
     byId("chart").setAttribute("viewBox", `0 0 ${CHART.width} ${CHART.height + 8}`);
     byId("chart").replaceChildren(...columns);
@@ -106,7 +118,7 @@ export class AttentionView {
     byId("stage").classList.toggle("overlaid", shown);
     canvas.hidden = !shown;
     if (!shown) return;
-    const part = seenPart(this.task.preprocessing, picture.naturalWidth, picture.naturalHeight);
+    const part = seenPart(preprocessingOf(this.task, this.backbone), picture.naturalWidth, picture.naturalHeight);
     const shares = Object.entries(part).map(([name, share]) => [`--${name}`, String(share)]);
     styled(byId("frame"), Object.fromEntries(shares));
     const ratio = Math.min(window.devicePixelRatio || 1, 2);

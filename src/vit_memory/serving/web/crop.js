@@ -1,5 +1,12 @@
 // Which part of an image the backbone sees: the patches of an explanation lie there, and not on the whole image.
 
+/** How a task's images are prepared; a task that does not say it is prepared for as the backbone is. */
+export function preprocessingOf(task, backbone) {
+  const [height, width] = backbone.image_size ?? [];
+  const usual = height ? { resize: Math.min(height, width), crop: [height, width] } : null;
+  return task.preprocessing ?? backbone.preprocessing ?? usual;
+}
+
 /**
  * The part of a (width, height) image that remains after the resize and the centre crop of a task's preprocessing, as
  * shares of the image: {left, top, width, height}.

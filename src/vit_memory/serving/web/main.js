@@ -7,7 +7,7 @@ import { watchImageInput } from "./image_input.js";
 import { LiveStatus } from "./live.js";
 import { TaskManager } from "./manage.js";
 import { SAMPLES, sampleFile } from "./samples.js";
-import { Server } from "./server.js";
+import { Server, inWords } from "./server.js";
 import { drawGraph } from "./task_graph.js";
 import { count, milliseconds, rough, shortAnswer } from "./text.js";
 import { askForToken, keepToken, keptToken } from "./tokens.js";
@@ -29,7 +29,7 @@ const state = {
 };
 
 const server = new Server(askForToken);
-const attention = new AttentionView({ onBlock: () => {}, onClose: () => choose(null) });
+const attention = new AttentionView({ onClose: () => choose(null) });
 const manager = new TaskManager(server, { changed: loadTasks });
 const live = new LiveStatus(server, { onVersion: versionSeen, onLost: showLost });
 
@@ -97,7 +97,7 @@ async function takeImage(file, note) {
   picture.alt = `The image that was given: ${file.name}`;
   picture.src = URL.createObjectURL(file);
   byId("stage").classList.remove("undisplayable");
-  attention.show(null, null);
+  attention.wait(state.chosen ? taskNamed(state.chosen) : null);
   await predict();
 }
 
@@ -122,6 +122,7 @@ async function predict() {
   } catch (error) {
     if (error.name !== "AbortError") {
       state.answer = null;
+      attention.show(null, null);
       renderAnswers();
       showProblem(error);
     }
@@ -194,18 +195,18 @@ async function explain() {
   if (!task || !state.image) return;
   const key = explanationKey(task.name);
   if (!state.explanations.has(key)) {
-    attention.show(task, null, "Asking the server…");
+    attention.wait(task);
     try {
       const answer = await server.predict(state.image.file, { tasks: [task.name], explain: [task.name] });
       if (state.explanations.size > 50) state.explanations.clear();
       state.explanations.set(key, answer.images[0].explanations[task.name]);
     } catch (problem) {
-      if (state.chosen === task.name) attention.show(task, null, `${problem.title ?? ""} ${problem.detail ?? problem.message}`);
+      if (state.chosen === task.name) attention.show(task, null, { message: inWords(problem) });
       return;
     }
   }
   if (state.chosen !== task.name || key !== explanationKey(task.name)) return; // chosen anew in the meantime
-  attention.show(task, state.explanations.get(key));
+  attention.show(task, state.explanations.get(key), { backbone: state.catalogue.backbone });
   renderGraph();
 }
 

@@ -1,6 +1,7 @@
 // Tasks on the server: listed, downloaded, added, removed.
 
 import { byId, h, setText } from "./elements.js";
+import { inWords } from "./server.js";
 import { inOrder, readTaskFile } from "./task_file.js";
 import { KINDS, bytes, count, listed } from "./text.js";
 
@@ -29,6 +30,7 @@ export class TaskManager {
     this.catalogue = catalogue;
     byId("add-form").hidden = catalogue.read_only;
     byId("read-only").hidden = !catalogue.read_only;
+    byId("not-kept").hidden = catalogue.read_only || catalogue.persistent !== false;
     byId("no-tasks").hidden = catalogue.tasks.length > 0;
     byId("task-list").replaceChildren(
       ...catalogue.tasks.map((task) => this.row("tasks", task, describeTask(task))),
@@ -108,6 +110,9 @@ export class TaskManager {
   confirmRemoval(what, item) {
     const dialog = byId("removal");
     setText(byId("removal-title"), `Remove ${what === "tasks" ? "" : "branch "}${item.name}?`);
+    setText(byId("removal-text"), this.catalogue.persistent === false
+      ? "It stops answering at once. This server keeps its tasks in memory only: download it first if you want to add it again."
+      : "It stops answering at once, and its file is deleted from the server’s bundle folder. Download it first if you want to add it again.");
     dialog.returnValue = "";
     dialog.addEventListener("close", () => {
       if (dialog.returnValue === "remove") this.remove(what, item);
@@ -138,7 +143,7 @@ export class TaskManager {
   }
 
   fail(problem) {
-    this.say([problem.title, problem.detail || problem.message].filter(Boolean).join(": "), true);
+    this.say(inWords(problem), true);
     if (problem.status === 401 || problem.status === 403) byId("admin-token").focus();
   }
 

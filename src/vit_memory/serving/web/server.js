@@ -24,6 +24,11 @@ export class Problem extends Error {
   }
 }
 
+/** A problem as one sentence or two. */
+export function inWords(problem) {
+  return [problem.title, problem.detail || problem.message].filter(Boolean).join(": ");
+}
+
 export class Server {
   /** `askToken(problem)` resolves to a token that the visitor typed, or null if they gave up. */
   constructor(askToken) {
@@ -107,7 +112,7 @@ export class Server {
         const response = await this.request("v1/events", { headers: { Accept: "text/event-stream" }, signal });
         for await (const event of serverSentEvents(response.body)) {
           failures = 0;
-          if (event.type === "tasks") changed(event.data);
+          if (event.type === "tasks") changed(JSON.parse(event.data).version);
         }
       } catch (error) {
         if (signal.aborted) return;

@@ -58,10 +58,10 @@ export function listed(names) {
 export function shortAnswer(answer) {
   if (!answer) return "";
   if (answer.error) return "no answer";
-  if (answer.not_a_number) return "not a number";
   if (answer.kind === "regression") {
     return Object.values(answer.values).map((value) => (value === null ? "not a number" : measured(value))).join(", ");
   }
+  if (answer.not_a_number) return "not a number";
   if (answer.kind === "multi-label") return answer.labels.map((item) => item.label).join(", ") || "none";
   return `${answer.label} (${percent(answer.confidence)})`;
 }

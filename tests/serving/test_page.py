@@ -1,0 +1,318 @@
+"""The page of a server, used as visitors use it: in Chromium, against a real server on this machine.
+
+Needs `pip install 'vit-memory[serve,browser]'` and a chromium (`apt-get install chromium`); skipped without them.
+"""
+
+import io
+import re
+import shutil
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from PIL import Image
+from starlette.testclient import TestClient
+
+from builders import trained, trained_branch
+from vit_memory import Bundle, MemoryViT, load_backbone, save_task
+from vit_memory.data.decoding import decode
+from vit_memory.data.transforms import EvalTransform
+from vit_memory.predictions import predictions
+from vit_memory.serving import page_routes
+from vit_memory.serving.app import create_app
+from vit_memory.serving.settings import Settings
+
+WIDTHS = (1280, 400)
+WAIT_MS = 20_000  # the machine may be busy
+ARGUMENTS = ["--no-sandbox", "--headless", "--disable-gpu", "--disable-background-networking"]
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return load_backbone("bundled")
+
+
+@pytest.fixture(scope="module")
+def tasks(backbone):
+    """Every kind of task and trunk: one label, several, numbers; parents; a head alone; a branch."""
+    branch = trained_branch(backbone, "strokes", blocks=2, rank=4)
+    parts = trained(backbone, "parts", kind="multi-label", labels=("red", "round", "soft"))
+    return [
+        trained(backbone, "pets", cells=5, labels=("cat", "dog", "hamster")),
+        replace(parts, thresholds=(0.3, 0.5, 0.9)),
+        trained(backbone, "height", kind="regression", labels=("height", "weight"), parents=["pets"]),
+        trained(backbone, "plain", regime="head"),
+        trained(backbone, "pens", branch=branch),
+    ], [branch]
+
+
+@contextmanager
+def serving(folder, tasks, **settings):
+    """A server of a bundle with these tasks; its address."""
+    bundle = Bundle.create(folder, tasks[0][0].backbone, *tasks)
+    app = create_app(bundle, Settings(**settings))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=3))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            deadline = time.monotonic() + 60
+            while not server.started and thread.is_alive() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert server.started
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        finally:
+            app.state.server.stopping = True  # as the command does on SIGTERM: streams of events end
+            server.should_exit = True
+            thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory, tasks):
+    with serving(tmp_path_factory.mktemp("page") / "zoo", tasks) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no chromium on this machine: apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """A page in a browser window of its own, with all that it asked for and complained about."""
+
+    def __init__(self, browser, url, width=1280, scheme="light"):
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(WAIT_MS)
+        self.errors, self.requests, self.host = [], [], urlsplit(url).netloc
+        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(url)
+
+    def card(self, name):
+        return self.page.locator(f'#cards [data-task="{name}"]')
+
+    def wait_for_answer(self, name="pets"):
+        self.card(name).locator(".bars, .values").wait_for()
+        self.page.locator("#answers:not([aria-busy])").wait_for()
+
+    def check(self):
+        """Nothing was asked of another host, nothing failed, and nothing is wider than the window."""
+        hosts = {urlsplit(address).netloc for address in self.requests if not address.startswith(("blob:", "data:"))}
+        assert hosts == {self.host}
+        assert self.errors == []
+        assert self.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.fixture
+def visit(browser):
+    visits = []
+
+    def begin(*arguments, **options):
+        visits.append(Visit(browser, *arguments, **options))
+        return visits[-1]
+
+    yield begin
+    for one in visits:
+        one.context.close()
+
+
+@pytest.fixture(scope="module")
+def photo():
+    """A wide image, of which the backbone sees the middle."""
+    content = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (48, 96, 3), dtype=np.uint8)
+    Image.fromarray(pixels).resize((192, 96)).save(content, "PNG")
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_shows_what_the_model_answers(visit, url, backbone, tasks, photo, width):
+    here = visit(url, width=width)
+    here.wait_for_answer()  # a sample, without being asked
+    with here.page.expect_response(re.compile("v1/predict")):
+        here.page.locator("#image-file").set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": photo})
+    here.page.get_by_alt_text("The image that was given: a.png").wait_for()
+    here.wait_for_answer()
+
+    transform = EvalTransform(backbone.preprocessing)
+    outputs = MemoryViT(backbone, *tasks)(transform.normalised(transform(decode(photo, "a.png"))[None]))
+    expected = {task.name: next(predictions(task, outputs[task.name])) for task in tasks[0]}
+    assert here.card("pets").locator(".winner .label").inner_text() == expected["pets"].label
+    shown = here.card("pets").locator(".winner .share").inner_text()
+    assert float(shown.removesuffix("%")) == pytest.approx(100 * expected["pets"].confidence, abs=0.51)
+    present = here.card("parts").locator(".winner .label").all_inner_texts()
+    assert {text.split("✓")[1].strip() for text in present} == set(expected["parts"].present)
+    values = here.card("height").locator("dd").all_inner_texts()
+    assert [float(value) for value in values] == pytest.approx(list(expected["height"].values.values()), rel=1e-3)
+    assert "identical to the bit" in here.page.locator(".card.original").inner_text()
+    assert "5 tasks answered in one pass" in here.page.locator("#summary").inner_text()
+    here.check()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_visitor_sees_where_a_task_looked_with_the_keyboard(visit, url, backbone, photo, width):
+    here = visit(url, width=width)
+    here.wait_for_answer()
+    here.page.locator("#image-file").set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": photo})
+    here.wait_for_answer()
+    here.card("height").get_by_role("button").press("Enter")
+    here.page.get_by_role("heading", name="Where height looked").wait_for()
+    here.page.locator("#attention:not([aria-busy])").wait_for()
+    slider = here.page.get_by_role("slider", name="Block")
+    slider.press("Home")
+    assert here.page.locator("#block-number").inner_text() == f"1 of {backbone.depth}"
+    slider.press("ArrowRight")
+    assert slider.get_attribute("aria-valuetext").startswith(f"Block 2 of {backbone.depth}: the image’s patches")
+    rows = here.page.locator("#shares tr").all_inner_texts()
+    assert [row.split("\t")[0] for row in rows][2:] == ["itself", "its memory cells", "pets, which it extends"]
+    shares = [float(re.search(r"([\d.]+)\s*%", row)[1]) for row in rows]
+    assert sum(shares) == pytest.approx(100, abs=2.5)  # rounded one by one
+    picture, overlay = here.page.locator("#picture").bounding_box(), here.page.locator("#overlay").bounding_box()
+    assert overlay["width"] == pytest.approx(picture["width"] / 2, abs=1)  # the backbone sees the middle square
+    assert overlay["x"] == pytest.approx(picture["x"] + picture["width"] / 4, abs=1)
+    assert here.card("plain").get_by_role("button").count() == 0  # a head has no class token
+    here.check()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_task_is_added_and_removed_without_a_reload(visit, url, backbone, tmp_path, width):
+    save_task(trained(backbone, "birds", labels=("robin", "wren"), parents=["pets"]), tmp_path / "b.safetensors")
+    here = visit(url, width=width)
+    here.wait_for_answer()
+    here.page.evaluate("window.sameDocument = true")
+    here.page.locator("#task-files").set_input_files(tmp_path / "b.safetensors")
+    assert "one label of 2 · extends pets" in here.page.locator("#chosen-files").inner_text()
+    here.page.get_by_role("button", name="Add to the server").click()
+    here.wait_for_answer("birds")
+    assert here.card("birds").locator(".new").count() == 1
+    assert here.page.locator('#graph [data-task="birds"]').count() == 1
+
+    remove = here.page.locator('#task-list [data-name="pets"]').get_by_role("button", name="Remove")
+    remove.click()
+    here.page.get_by_role("button", name="Remove it").click()
+    here.page.get_by_text("extends 'pets'").wait_for()  # in the server's words; nothing was removed
+    here.errors[:] = [text for text in here.errors if "409" not in text]  # the browser's own line about that answer
+    here.page.get_by_role("button", name="Remove birds").click()
+    here.page.get_by_role("button", name="Keep it").click()
+    assert here.card("birds").count() == 1
+    here.page.get_by_role("button", name="Remove birds").click()
+    here.page.get_by_role("button", name="Remove it").click()
+    here.card("birds").wait_for(state="detached")
+    assert here.card("pets").count() == 1
+    assert here.page.evaluate("window.sameDocument")
+    here.check()
+
+
+@pytest.mark.parametrize("stream", ["open", "broken"])
+def test_a_task_that_somebody_else_adds_appears(visit, url, backbone, tmp_path, stream):
+    save_task(trained(backbone, "fish"), tmp_path / "fish.safetensors")
+    here = visit(url)
+    if stream == "broken":
+        here.page.route("**/v1/events", lambda route: route.abort())
+        here.page.reload()
+    here.wait_for_answer()
+    httpx.put(f"{url}v1/tasks/fish", content=(tmp_path / "fish.safetensors").read_bytes()).raise_for_status()
+    try:
+        here.wait_for_answer("fish")
+    finally:
+        httpx.delete(f"{url}v1/tasks/fish").raise_for_status()
+    here.card("fish").wait_for(state="detached")
+
+
+def test_an_image_that_is_none_is_told_in_plain_words(visit, url):
+    here = visit(url)
+    here.wait_for_answer()
+    text = {"name": "a.png", "mimeType": "image/png", "buffer": b"no image at all"}
+    here.page.locator("#image-file").set_input_files(text)
+    here.page.get_by_role("alert").get_by_text("The image could not be read").wait_for()
+    here.page.get_by_text("The browser cannot show this type of image").wait_for()
+    here.page.get_by_role("button", name="An apple on a table").click()
+    here.wait_for_answer()
+    assert here.page.locator("#problem").is_hidden()
+
+
+def test_the_page_asks_for_tokens_and_forgets_them(visit, tmp_path, tasks, backbone):
+    save_task(trained(backbone, "birds"), tmp_path / "birds.safetensors")
+    with serving(tmp_path / "zoo", tasks, token="to-predict", admin_token="to-change") as url:
+        here = visit(url)
+        for token in ("wrong", "to-predict"):
+            here.page.get_by_label("Token", exact=True).fill(token)
+            here.page.get_by_role("button", name="Use it").click()
+            if token == "wrong":
+                here.page.get_by_text("the token is not valid").wait_for()
+        here.wait_for_answer()
+        here.page.locator("#task-files").set_input_files(tmp_path / "birds.safetensors")
+        add = here.page.get_by_role("button", name="Add to the server")
+        add.click()
+        here.page.get_by_text("This token may not do that").wait_for()
+        here.page.get_by_label("Admin token").fill("to-change")
+        add.click()
+        here.wait_for_answer("birds")
+        assert here.page.evaluate("sessionStorage.length + localStorage.length") == 0
+        here.page.locator("#keep-admin").check()
+        assert here.page.evaluate("Object.values(sessionStorage)") == ["to-change"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_axe_finds_no_serious_fault(visit, url, width, scheme):
+    axe = pytest.importorskip("axe_playwright_python")
+    here = visit(url, width=width, scheme=scheme)
+    here.wait_for_answer()
+    here.card("height").get_by_role("button").click()
+    here.page.locator("#attention:not([aria-busy]) #shares tr").first.wait_for()
+    here.page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
+
+    def faults():
+        violations = here.page.evaluate("axe.run()")["violations"]
+        grave = [one for one in violations if one["impact"] in ("serious", "critical")]
+        return [f"{one['id']}: {node['html']}" for one in grave for node in one["nodes"]]
+
+    assert faults() == []
+    here.page.get_by_role("button", name="Remove pets").click()
+    assert faults() == []  # with a dialog open
+
+
+def test_its_files_are_sent_with_their_types_and_a_strict_policy():
+    app = FastAPI()
+    app.include_router(page_routes.router())
+    client = TestClient(app)
+    names = {entry.name for entry in files("vit_memory.serving").joinpath("web").iterdir()}
+    answers = {name: client.get(f"/page/{name}") for name in names}
+    assert {name for name, answer in answers.items() if answer.status_code != 200} == set()
+    assert answers["main.js"].headers["content-type"] == "text/javascript; charset=utf-8"
+    index = client.get("/")
+    policy = index.headers["content-security-policy"]
+    assert "default-src 'none'; script-src 'self'; style-src 'self';" in policy
+    assert "unsafe" not in policy
+    assert re.findall(r"<script(?![^>]* src=)|<style| style=| on\w+=", index.text) == []
+    assert client.get("/", headers={"If-None-Match": index.headers["etag"]}).status_code == 304
+    for name in ("nothing.js", "..%2Fpage_routes.py", "%2e%2e/page_routes.py"):
+        assert client.get(f"/page/{name}").status_code == 404
+
+
+def test_no_file_of_the_page_names_another_host():
+    for entry in files("vit_memory.serving").joinpath("web").iterdir():
+        addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"']*", entry.read_text(encoding="utf-8")))
+        assert addresses <= {"http://www.w3.org/2000/svg"}, entry.name
