@@ -23,7 +23,7 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt scripts/dev/torchvision_beside_cpu_torch.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[transformers,datasets,fast,distributed,tensorboard,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[transformers,datasets,fast,distributed,tensorboard,serve,dev]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps timm torchvision peft
 	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
 	  && cp scripts/dev/torchvision_beside_cpu_torch.py "$$site/" \

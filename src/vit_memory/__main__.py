@@ -2,4 +2,5 @@
 
 from vit_memory.cli import main
 
-main()
+if __name__ == "__main__":  # worker processes import this module under another name
+    main()

@@ -15,6 +15,7 @@ from vit_memory.cli import (
     interop,
     predict,
     reproduce,
+    serve,
     tasks,
     train,
     verify,
@@ -34,6 +35,7 @@ app.command("data")(data.data)
 app.command("train", cls=GroupedHelp)(train.train)
 app.command("evaluate", cls=GroupedHelp)(evaluate.evaluate)
 app.command("predict")(predict.predict)
+app.command("serve", cls=GroupedHelp)(serve.serve)
 app.command("verify")(verify.verify)
 app.command("certify")(certify.certify)
 app.command("reproduce")(reproduce.reproduce)

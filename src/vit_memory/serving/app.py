@@ -3,11 +3,16 @@
 app = create_app("my-bundle/")  # an ASGI application, for uvicorn or any other server
 """
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import logging
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -34,6 +39,7 @@ from vit_memory.serving.task_store import TaskStore
 
 _NAMED_TASKS = 100  # at most, in the answer to an unknown name
 _DEFAULTS = Settings()
+log = logging.getLogger(__name__)
 
 
 def create_app(
@@ -80,19 +86,50 @@ def create_app(
             allow_headers=["Authorization", "Content-Type", "If-Match", "If-None-Match", "X-Request-Id"],
             expose_headers=["ETag", "Location", "Retry-After", "X-Request-Id"],
         )
-    app.add_middleware(Envelope, settings=settings, metrics=metrics)  # the last one is the outermost
+    app.add_middleware(Envelope, state=state, metrics=metrics)  # the last one is the outermost
     return app
 
 
-def _lifespan(state: ServerState, metrics: Metrics):  # type: ignore[no-untyped-def]
+def _lifespan(state: ServerState, metrics: Metrics) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
         async with state.engine as engine:
             metrics.watch(engine.task_set, lambda: engine.stats)
             async with state.store.watching():
-                yield
+                with _noticing_signals(state):
+                    facts = {"backbone": state.backbone_name, "tasks": len(engine.task_set.tasks)}
+                    log.info("ready", extra={"fields": {**facts, "version": engine.task_set.version}})
+                    state.on_ready()
+                    yield
+        log.info("stopped")
 
     return run
+
+
+@contextmanager
+def _noticing_signals(state: ServerState) -> Iterator[None]:
+    """Mark the state as stopping when the server is told to stop, before the server's own handler does its work.
+
+    The server tells the application only after the last answer, and streams of events would never be that.
+    """
+    handlers: dict[int, Any] = {}
+
+    def notice(number: int, frame: FrameType | None) -> None:
+        state.stopping = True
+        handlers[number](number, frame)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            handlers[number] = signal.getsignal(number)
+            if callable(handlers[number]):
+                signal.signal(number, notice)
+    try:
+        yield
+    finally:
+        state.stopping = True
+        for kept, handler in handlers.items():
+            if callable(handler):
+                signal.signal(kept, handler)
 
 
 def _add_routes(app: FastAPI, state: ServerState, metrics: Metrics) -> None:

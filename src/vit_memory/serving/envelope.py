@@ -18,10 +18,11 @@ from vit_memory.serving.logs import log_request
 from vit_memory.serving.metrics import Metrics
 from vit_memory.serving.problems import ProblemError
 from vit_memory.serving.security import SECURITY_HEADERS, check_host
-from vit_memory.serving.settings import Settings
+from vit_memory.serving.state import ServerState
 
 _GIVEN_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HEADERS = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
+_HEALTH = "/v2/health/"
 CLIENT_GONE = 499  # nginx's status for the log; nobody receives it
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,8 @@ log = logging.getLogger(__name__)
 class Envelope:
     """The outermost layer of the application."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
-        self._app, self._settings, self._metrics = app, settings, metrics
+    def __init__(self, app: ASGIApp, state: ServerState, metrics: Metrics) -> None:
+        self._app, self._state, self._metrics = app, state, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -38,7 +39,8 @@ class Envelope:
             await self._app(scope, receive, send)
             return
         exchange = _Exchange(scope, receive, send)
-        refused = check_host(exchange.header(b"host"), self._settings)
+        refused = self._refused(exchange)
+        self._state.requests += 1
         try:
             if refused is not None:
                 await refused.response(exchange.id)(scope, receive, exchange.send)
@@ -56,7 +58,15 @@ class Envelope:
             problem = ProblemError(500, "the server failed; its log has the reason under this request id.")
             await problem.response(exchange.id)(scope, receive, exchange.send)
         finally:
+            self._state.requests -= 1
             self._tell(exchange)
+
+    def _refused(self, exchange: "_Exchange") -> ProblemError | None:
+        settings = self._state.settings
+        full = self._state.requests >= settings.limits.max_requests
+        if full and not exchange.scope["path"].startswith(_HEALTH):  # a busy server is not a dead one
+            return ProblemError(503, f"{self._state.requests} requests are being answered, as many as may. Try again.")
+        return check_host(exchange.header(b"host"), settings)
 
     def _tell(self, exchange: "_Exchange") -> None:
         seconds = time.perf_counter() - exchange.started

@@ -16,6 +16,7 @@ class Limits:
     max_body_bytes: int = 64 * 2**20  # of a prediction
     max_file_bytes: int = 512 * 2**20  # of a task or branch file in a PUT
     max_bodies_bytes: int = 2**30  # of all requests that are being answered, together
+    max_requests: int = 1024  # at once; more are refused before they are read
     max_images: int = 64  # per request
     max_timeout_s: float = 300.0  # the longest `timeout_s` that a request may ask for
     body_timeout_s: float = 60.0  # for a client to send its whole body

@@ -1,6 +1,7 @@
 """What the routes of one server process share: the engine, the tasks behind it, the settings."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,8 @@ class ServerState:
     started: float = field(default_factory=time.time)
     stopping: bool = False  # SIGTERM came: streams that never end by themselves end now
     listeners: int = 0  # open streams of events
+    requests: int = 0  # being answered
+    on_ready: Callable[[], None] = lambda: None
 
     @property
     def backbone_name(self) -> str:

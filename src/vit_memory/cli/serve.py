@@ -1,0 +1,232 @@
+"""vit-memory serve: answer images over HTTP."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from vit_memory.cli.options import spread_options
+
+if TYPE_CHECKING:
+    from vit_memory.serving.options import EngineOptions
+    from vit_memory.serving.settings import Limits
+
+TOKEN_VARIABLE, ADMIN_VARIABLE = "VIT_MEMORY_TOKEN", "VIT_MEMORY_ADMIN_TOKEN"
+_ACCESS, _LIMITS, _COMPUTE = "Access", "Limits", "Computing"
+LogLevel = Literal["debug", "info", "warning", "error"]
+_SECRETS = {"--token": TOKEN_VARIABLE, "--admin-token": ADMIN_VARIABLE}
+
+
+@dataclass(frozen=True)
+class AccessOptions:
+    """Who may use the server."""
+
+    token: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Needed to predict; - reads it from stdin.  [environment: {TOKEN_VARIABLE}]", rich_help_panel=_ACCESS
+        ),
+    ] = None
+    token_file: Annotated[
+        Path | None, typer.Option(help="A file that holds it.", rich_help_panel=_ACCESS, exists=True, dir_okay=False)
+    ] = None
+    admin_token: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Needed to change tasks; - reads it from stdin.  [environment: {ADMIN_VARIABLE}]",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None
+    admin_token_file: Annotated[
+        Path | None, typer.Option(help="A file that holds it.", rich_help_panel=_ACCESS, exists=True, dir_okay=False)
+    ] = None
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure", help="Allow other machines without a token.", rich_help_panel=_ACCESS),
+    ] = False
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN", help="Allow pages of this origin to call; may be repeated.", rich_help_panel=_ACCESS
+        ),
+    ] = None
+
+    def tokens(self) -> tuple[str | None, str | None]:
+        """The token to predict and the one to change tasks, from the options, the files or the environment."""
+        return (
+            _token("--token", self.token, self.token_file, TOKEN_VARIABLE),
+            _token("--admin-token", self.admin_token, self.admin_token_file, ADMIN_VARIABLE),
+        )
+
+
+@dataclass(frozen=True)
+class LimitOptions:
+    """What a request may bring."""
+
+    max_body_mb: Annotated[
+        float, typer.Option(min=0.001, help="Megabytes of a prediction's body.", rich_help_panel=_LIMITS)
+    ] = 64
+    max_images: Annotated[int, typer.Option(min=1, help="Images per request.", rich_help_panel=_LIMITS)] = 64
+    max_pixels: Annotated[int, typer.Option(min=1, help="Pixels of an image.", rich_help_panel=_LIMITS)] = 50_000_000
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Images that wait; more are refused with 503.", rich_help_panel=_LIMITS)
+    ] = 256
+    timeout_s: Annotated[
+        float, typer.Option(min=0.001, help="Seconds until a request is given up.", rich_help_panel=_LIMITS)
+    ] = 30.0
+
+    def limits(self) -> "Limits":
+        """As the server takes them."""
+        from vit_memory.serving.settings import Limits
+
+        defaults = Limits()
+        return Limits(
+            max_body_bytes=int(self.max_body_mb * 2**20),
+            max_images=self.max_images,
+            max_timeout_s=max(defaults.max_timeout_s, self.timeout_s),
+        )
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How images are computed."""
+
+    backbone: Annotated[
+        str | None,
+        typer.Option(help="Load this backbone.  [default: the one that the tasks name]", rich_help_panel=_COMPUTE),
+    ] = None
+    device: Annotated[str, typer.Option(help="cpu, cuda or mps.", rich_help_panel=_COMPUTE)] = "cpu"
+    max_batch: Annotated[int, typer.Option(min=1, help="Images per pass.", rich_help_panel=_COMPUTE)] = 16
+    max_wait_ms: Annotated[
+        float,
+        typer.Option(
+            min=0, help="How long an image waits for others while the model is idle.", rich_help_panel=_COMPUTE
+        ),
+    ] = 2.0
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Threads that compute, per worker.  [default: cores]", rich_help_panel=_COMPUTE),
+    ] = None
+    decode_threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Threads that decode.  [default: one per core, at most 8]", rich_help_panel=_COMPUTE),
+    ] = None
+    workers: Annotated[
+        int, typer.Option(min=1, help="Processes, each with the whole model.", rich_help_panel=_COMPUTE)
+    ] = 1
+
+    def options(self, limits: LimitOptions) -> "EngineOptions":
+        """As the engine takes them."""
+        from vit_memory.serving.options import EngineOptions
+
+        return EngineOptions(
+            max_batch=self.max_batch,
+            max_wait_ms=self.max_wait_ms,
+            max_queue=limits.max_queue,
+            decode_threads=self.decode_threads,
+            threads=self.threads,
+            timeout_s=limits.timeout_s,
+            max_pixels=limits.max_pixels,
+        )
+
+
+@spread_options
+def serve(
+    sources: Annotated[list[Path], typer.Argument(metavar="BUNDLE|TASK…", help="A bundle's folder, or task files.")],
+    *,
+    host: Annotated[str, typer.Option(help="Listen on this address.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Listen on this port; 0 takes a free one.")] = 8000,
+    bundle_dir: Annotated[
+        Path | None, typer.Option(help="Keep changes of task files in this folder, made at the first start.")
+    ] = None,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Refuse changes of tasks.")] = False,
+    access: AccessOptions,
+    limits: LimitOptions,
+    engine: EngineSettings,
+    log_format: Annotated[Literal["text", "json"], typer.Option(help="Lines of the log, on stderr.")] = "text",
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="From this level on.")
+    ] = "info",
+) -> None:
+    """Serve tasks over HTTP: predictions, a page, and tasks that come and go while it runs.
+
+    The page is at /, the description of all routes at /docs. Ctrl-C or SIGTERM ends the server after it has answered
+    what was asked.
+    """
+    _hide_tokens(sys.orig_argv)
+    token, admin_token = access.tokens()
+    try:
+        from vit_memory.serving.server import ServePlan, run
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("vit_memory"):
+            raise
+        raise typer.BadParameter(f"{error.name} is missing: pip install 'vit-memory[serve]'") from None
+    from vit_memory.serving.settings import Settings
+
+    run(
+        ServePlan(
+            sources=tuple(sources),
+            settings=Settings(
+                token=token,
+                admin_token=admin_token,
+                read_only=read_only,
+                cors=tuple(access.cors or ()),
+                limits=limits.limits(),
+                engine=engine.options(limits),
+            ),
+            bundle_folder=bundle_dir,
+            backbone=engine.backbone,
+            device=engine.device,
+            host=host,
+            port=port,
+            workers=engine.workers,
+            insecure=access.insecure,
+            log_format=log_format,
+            log_level=log_level,
+        )
+    )
+
+
+def _hide_tokens(command: Sequence[str]) -> None:
+    """Begin anew without the tokens of the command line, which every user of the machine can read with ps.
+
+    They move to the environment, which only the user can read. The command imports little before this point, so they
+    are visible for a fraction of a second; a file or a variable from the start is better, and the help says how.
+    """
+    kept: list[str] = []
+    found: dict[str, str] = {}
+    words = iter(command)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option not in _SECRETS:
+            kept.append(word)
+            continue
+        value = value if equals else next(words, "-")
+        if value == "-":
+            kept += [option, value]
+        else:
+            found[_SECRETS[option]] = value
+    if found:
+        os.execve(sys.executable, [sys.executable, *kept[1:]], {**os.environ, **found})
+
+
+def _token(option: str, value: str | None, file: Path | None, variable: str) -> str | None:
+    if value is not None and file is not None:
+        raise typer.BadParameter(f"{option} and {option}-file are both given; give one.")
+    if file is not None:
+        token = file.read_text(encoding="utf-8").strip()
+    elif value == "-":
+        token = sys.stdin.readline().strip()
+    elif value is not None:
+        token = value
+    elif variable in os.environ:
+        token = os.environ[variable]
+    else:
+        return None
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise typer.BadParameter(f"the token of {option} is empty or holds characters that a header cannot: use ASCII.")
+    return token
