@@ -59,7 +59,8 @@ class JoinPlan:
         if known is not None:
             return known
         if self._deferred:
-            self._noted = {**self._noted, shape: None} if len(self._noted) < _REMEMBERED else {shape: None}
+            if shape not in self._noted:
+                self._noted = {**self._noted, shape: None} if len(self._noted) < _REMEMBERED else {shape: None}
             return frozenset()
         verdicts: dict[tuple[str, int], bool] = {}
         while self._prove_a_module(shape, verdicts):
@@ -68,12 +69,12 @@ class JoinPlan:
 
     def plan_ahead(self, shapes: Iterable[PassShape]) -> None:
         """Note shapes that passes will probably have, instead of those noted here before."""
-        self._ahead = tuple(shapes)
+        self._ahead = tuple(shape for shape in dict.fromkeys(shapes) if shape not in self._joined)
 
     @property
     def has_work(self) -> bool:
         """Whether `prove_next` has something to prove."""
-        return self._next_shape() is not None
+        return self._proving is not None or bool(self._noted or self._ahead)
 
     def prove_next(self) -> bool:
         """Prove one module of the next noted shape, a small part of a pass; False if there is nothing to prove.
@@ -81,7 +82,7 @@ class JoinPlan:
         One thread at a time. Shapes that passes have met come first.
         """
         if self._proving is None:
-            self._proving, self._verdicts = self._next_shape(), {}
+            self._proving, self._verdicts = next(iter((*self._noted, *self._ahead)), None), {}
         shape = self._proving
         if shape is None:
             return False
@@ -97,14 +98,12 @@ class JoinPlan:
                 torch.set_num_threads(threads)
         return True
 
-    def _next_shape(self) -> PassShape | None:
-        return self._proving or next((s for s in (*self._noted, *self._ahead) if s not in self._joined), None)
-
     def _remember(self, shape: PassShape, verdicts: Mapping[tuple[str, int], bool]) -> frozenset[nn.Module]:
         known = frozenset(module for module, width, structure in self._rows() if verdicts[structure, width])
         newest = list(self._joined.items())[1 - _REMEMBERED :]
         self._joined = {**dict(newest), shape: known}
         self._noted = {other: None for other in self._noted if other != shape}
+        self._ahead = tuple(other for other in self._ahead if other != shape)
         return known
 
     @torch.no_grad()

@@ -1,61 +1,54 @@
-"""One pass over a batch: all tasks that anybody in it asks for, read once. Runs in the model's thread."""
+"""One pass over a batch: all tasks that anybody in it asks for, read once. Runs in the model's thread.
+
+A batch of two chunks or more is computed in as many threads, each with one of torch's own (`parallel.py`); a smaller
+one by all of torch's threads together.
+"""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from vit_memory.evaluation.comparisons import changed_fields, library_output
-from vit_memory.explanation import Explanation
 from vit_memory.parallel import ChunkThreads, chunk_slices
 from vit_memory.serving.answers import OriginalAnswer
 from vit_memory.serving.requests import Part, PartResult
 from vit_memory.serving.task_set import TaskSet
 
 
-@dataclass(slots=True, eq=False)
-class Pass:
-    """A batch, and what its pass gave: chunks of results, or the error."""
-
-    parts: Sequence[Part]
-    tasks: Sequence[str]  # that were read
-    started: float  # of time.monotonic
-    seconds: float = 0.0
-    chunks: "Sequence[_Chunk]" = field(default_factory=list)
-    error: Exception | None = None
-
-    def results(self) -> list[PartResult]:
-        """The result of every part."""
-        return [
-            PartResult(
-                outputs={name: chunk.outputs[name][i] for name in part.tasks},
-                original=OriginalAnswer(
-                    feature=chunk.features[i],
-                    logits=None if chunk.logits is None else chunk.logits[i],
-                    identical=chunk.identical if part.request.check_original else None,
-                ),
-                explanations=chunk.explanations.get(i, {}),
-                batch=len(self.parts),
-                started=self.started,
-                seconds=self.seconds,
-            )
-            for chunk in self.chunks
-            for i, part in enumerate(chunk.parts)
-        ]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
     """What was computed by one thread."""
 
-    parts: Sequence[Part]
     outputs: Mapping[str, Sequence[Tensor]]  # task -> per image (C,)
     features: Sequence[Tensor]
     logits: Sequence[Tensor] | None
     identical: bool | None
-    explanations: Mapping[int, Mapping[str, Explanation]]  # of the images that want one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pass:
+    """A batch, and what its pass gave: results by chunk, or the error."""
+
+    parts: Sequence[Part]
+    tasks: Sequence[str]  # that were read
+    seconds: float
+    chunks: Sequence[tuple[slice, _Chunk]] = ()
+    error: Exception | None = None
+
+    def results(self) -> Iterator[tuple[Part, PartResult]]:
+        """The result of every part, without explanations."""
+        for where, chunk in self.chunks:
+            for i, part in enumerate(self.parts[where]):
+                original = OriginalAnswer(
+                    feature=chunk.features[i],
+                    logits=None if chunk.logits is None else chunk.logits[i],
+                    identical=chunk.identical if part.request.check_original else None,
+                )
+                outputs = {name: chunk.outputs[name][i] for name in part.tasks}
+                yield part, PartResult(outputs, original, len(self.parts), self.seconds)
 
 
 def run_pass(parts: Sequence[Part], pool: ChunkThreads) -> Pass:
@@ -63,35 +56,49 @@ def run_pass(parts: Sequence[Part], pool: ChunkThreads) -> Pass:
     task_set = parts[0].request.task_set
     asked = {name for part in parts for name in part.tasks}
     names = [name for name in task_set.tasks if name in asked]  # in one order, so that the model knows them again
-    done = Pass(parts, names, time.monotonic())
+    check = any(part.request.check_original for part in parts)
+    started = time.monotonic()
     try:
         images = torch.stack([part.pixels for part in parts if part.pixels is not None])
         task_set.model.prepare(names)  # once, before several threads ask for it
         slices = list(chunk_slices(len(parts), pool.threads))
-        done.chunks = pool.map(lambda where: _run_chunk(task_set, images[where], names, parts[where]), slices)
+        chunks = pool.map(lambda where: _run_chunk(task_set, images[where], names, check=check), slices)
     except Exception as error:
-        done.error = error
-    done.seconds = time.monotonic() - done.started
-    return done
+        return Pass(parts, names, time.monotonic() - started, error=error)
+    return Pass(parts, names, time.monotonic() - started, list(zip(slices, chunks, strict=True)))
+
+
+def explain_part(part: Part, result: PartResult, pool: ChunkThreads) -> PartResult | Exception:
+    """The result with the explanations that were asked for: one more pass over that image."""
+    started = time.monotonic()
+    model, pixels = part.request.task_set.model, part.pixels
+    assert pixels is not None
+    try:
+        (explanations,) = pool.map(
+            lambda image: model.explain_tasks(image, part.explain), [pixels.to(model.backbone.device)]
+        )
+    except Exception as error:
+        return error
+    return replace(result, explanations=explanations, seconds=result.seconds + time.monotonic() - started)
+
+
+def chunk_shapes(batch: int, threads: int) -> list[tuple[int, int]]:
+    """The (images, torch threads) of the chunks that a batch is computed in."""
+    sizes = [where.stop - where.start for where in chunk_slices(batch, threads)]
+    return [(size, max(1, threads // len(sizes))) for size in sizes]
 
 
 @torch.no_grad()
-def _run_chunk(task_set: TaskSet, images: Tensor, names: Sequence[str], parts: Sequence[Part]) -> _Chunk:
-    model = task_set.model
-    backbone = model.backbone
+def _run_chunk(task_set: TaskSet, images: Tensor, names: Sequence[str], *, check: bool) -> _Chunk:
+    backbone = task_set.model.backbone
     images = images.to(backbone.device, backbone.dtype)
-    outputs = model(images, names)
-    identical = None
-    if any(part.request.check_original for part in parts):
-        identical = not changed_fields(outputs.original, library_output(backbone, images))
+    outputs = task_set.model(images, names)
     logits = outputs.original.logits
     return _Chunk(
-        parts=parts,
         outputs={name: _rows(output) for name, output in outputs.items()},
-        features=_rows(outputs.original.feature),
+        features=_rows(outputs.original.feature.clone()),  # a view would keep all tokens of the batch
         logits=None if logits is None else _rows(logits),
-        identical=identical,
-        explanations={i: model.explain_tasks(images[i], part.explain) for i, part in enumerate(parts) if part.explain},
+        identical=not changed_fields(outputs.original, library_output(backbone, images)) if check else None,
     )
 
 

@@ -1,6 +1,6 @@
 """Images on their way to the model: a bounded queue, and batches that form by size and waiting time.
 
-One lock guards it; requests are admitted on the event loop, decoding threads put images in, the model's thread takes
+One lock guards it. Requests are admitted on the event loop, decoding threads put images in, the model's thread takes
 batches out. Nobody polls, and the model's thread is woken when there is something to do, not for every image.
 """
 
@@ -12,13 +12,14 @@ from collections.abc import Callable
 from vit_memory.errors import EngineClosed, QueueFull
 from vit_memory.serving.requests import Part, Request
 
-Job = Callable[[], None]  # work of the model's thread between batches
+Job = Callable[[], None]  # work of the model's thread between batches; it must not raise
 
 
 class BatchQueue:
     """A bounded queue of images for one model.
 
-    An image counts from admission until the model takes it, decoded or not; given-up images do not count.
+    An image counts from its admission until the model takes it, decoded or not, or until it is given up. One that is to
+    be explained waits for the model twice, and counts until it is answered.
     """
 
     def __init__(self, max_batch: int, max_wait: float, max_waiting: int) -> None:
@@ -26,6 +27,7 @@ class BatchQueue:
         self._changed = threading.Condition(threading.Lock())
         self._ready: deque[Part] = deque()
         self._jobs: deque[Job] = deque()
+        self._job_is_next = False
         self._wake_at: int | None = None  # how many ready parts wake the model's thread; None: it does not wait
         self._stopped = False
         self.waiting = 0
@@ -60,7 +62,7 @@ class BatchQueue:
                 self._changed.notify()
 
     def run(self, job: Job) -> None:
-        """Have the model's thread run a job before its next batch; it must not raise."""
+        """Have the model's thread run a job; where images wait too, jobs and batches take turns."""
         with self._changed:
             if self._stopped:
                 raise EngineClosed("the engine is closed.")
@@ -73,32 +75,38 @@ class BatchQueue:
             self._stopped = True
             self._changed.notify()
 
-    def take(self, *, wait: bool) -> list[Part] | Job | None:
-        """The next job or batch. None when stopped and empty; an empty batch if there is nothing and not to `wait`.
+    def take(self, patience: float | None = None) -> list[Part] | Job | None:
+        """The next batch or job; an empty batch if nothing comes for `patience` seconds; None once stopped and empty.
 
         A batch that is not full waits for more until its first image has waited `max_wait`. If the model was busy
         meanwhile, that time is over already and the batch is what has come.
         """
+        until = None if patience is None else time.monotonic() + patience
         with self._changed:
             while True:
-                while not self._ready and not self._jobs:
+                if not self._ready and not self._jobs:
+                    left = None if until is None else until - time.monotonic()
                     if self._stopped:
                         return None
-                    if not wait:
+                    if left is not None and left <= 0:
                         return []
-                    self._wait(1)
-                if self._jobs:
+                    self._wait(1, left)
+                elif self._jobs and (self._job_is_next or not self._ready):
+                    self._job_is_next = False
                     return self._jobs.popleft()
-                if not self._stopped and len(self._ready) < self._max_batch:
-                    left = self._ready[0].ready + self._max_wait - time.monotonic()
-                    if left > 0:
-                        self._wait(self._max_batch, left)
-                        continue
-                batch = self._next_batch()
-                if batch:
+                elif (left := self._time_to_fill()) > 0:
+                    self._wait(self._max_batch, left)
+                elif batch := self._next_batch():
+                    self._job_is_next = True
                     return batch
 
-    def _wait(self, wake_at: int, timeout: float | None = None) -> None:
+    def _time_to_fill(self) -> float:
+        """Seconds that the next batch may still wait for more images."""
+        if self._stopped or self._jobs or len(self._ready) >= self._max_batch:
+            return 0.0
+        return self._ready[0].ready + self._max_wait - time.monotonic()
+
+    def _wait(self, wake_at: int, timeout: float | None) -> None:
         self._wake_at = wake_at
         self._changed.wait(timeout)
         self._wake_at = None
@@ -111,14 +119,13 @@ class BatchQueue:
             if part.pixels is None or part.request.given_up:
                 continue
             if len(batch) < self._max_batch and (not batch or part.key == batch[0].key):
+                part.taken = True
                 batch.append(part)
             else:
                 others.append(part)
         self._ready = others
-        still_waiting = {id(part.request) for part in others}
         for part in batch:
-            part.taken = True
-            if id(part.request) not in still_waiting:
+            if all(other.taken and not other.explain for other in part.request.parts):
                 self._no_longer_waiting(part.request)
         return batch
 

@@ -20,24 +20,23 @@ class PartResult:
 
     outputs: Mapping[str, Tensor]  # task -> (C,)
     original: OriginalAnswer
-    explanations: Mapping[str, Explanation]
     batch: int  # images in the pass
-    started: float  # of time.monotonic
     seconds: float
+    explanations: Mapping[str, Explanation] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One image that was asked about. Its future is resolved on the event loop only; `done` may be read anywhere."""
+    """One image that was asked about. Its future is resolved on the event loop only; `given_up` is read anywhere."""
 
-    name: str
-    content: bytes | Tensor | None  # None once it is decoded or given up
+    name: str  # in messages
+    content: bytes | Tensor | None  # None: it has ended
     task_set: TaskSet
     tasks: tuple[str, ...]
     check_original: bool
+    admitted: float  # of time.monotonic
     deadline: float  # of time.monotonic
     future: asyncio.Future[Answer]
-    admitted: float  # of time.monotonic
     parts: list["Part"] = field(default_factory=list)
     decode_seconds: float = 0.0
     waiting: bool = True  # some part of it was not taken by the model
@@ -53,22 +52,17 @@ class Request:
         if len(results) < len(self.parts):
             return None
         first = results[0]
-        outputs = {name: output for result in results for name, output in result.outputs.items()}
-        compared = [result.original.identical for result in results]
         compute = sum(result.seconds for result in results)
-        ended = max(result.started + result.seconds for result in results)
+        queue = max(0.0, time.monotonic() - self.admitted - self.decode_seconds - compute)
+        every = self.task_set.digests
         return Answer(
             version=self.task_set.version,
-            outputs=first.outputs if len(results) == 1 else {name: outputs[name] for name in self.tasks},
-            digests={name: self.task_set.digests[name] for name in self.tasks},
+            outputs=first.outputs if len(results) == 1 else _in_order(self.tasks, results),
+            digests=every if len(self.tasks) == len(every) else {name: every[name] for name in self.tasks},
             explanations={name: one for result in results for name, one in result.explanations.items()},
-            original=first.original if len(results) == 1 else replace(first.original, identical=_all(compared)),
+            original=first.original if len(results) == 1 else _checked_in_all(results),
             batch=first.batch,
-            stages={
-                "decode": self.decode_seconds,
-                "queue": max(0.0, ended - self.admitted - self.decode_seconds - compute),
-                "compute": compute,
-            },
+            stages={"decode": self.decode_seconds, "queue": queue, "compute": compute},
         )
 
 
@@ -82,8 +76,8 @@ class Part:
     explain: tuple[str, ...]
     pixels: Tensor | None = None  # (3, height, width), normalised
     ready: float = 0.0  # when it could be computed
-    result: PartResult | None = None
     taken: bool = False  # by the model's thread, which needs its pixels
+    result: PartResult | None = None
 
     @property
     def key(self) -> tuple[TaskSet, tuple[int, ...]]:
@@ -95,26 +89,28 @@ class Part:
 def split_request(request: Request, tasks: Sequence[str] | None, explain: Sequence[str]) -> None:
     """Give a request its parts, one for each preprocessing that its tasks were trained with, or raise.
 
-    The first one is preprocessed as the backbone wants it, if any task is: its original output is the answer's. A
-    tensor is one part: it is preprocessed already.
+    A tensor is one part: it is preprocessed already.
     """
     task_set = request.task_set
     graph = task_set.tasks
     names = tuple(graph) if tasks is None else _unique("tasks", tasks)
     explained = _unique("explain", explain)
-    for name in (*names, *explained):
-        if graph[name].class_token is None and name in explained:  # graph[name] raises UnknownTask
+    for name in names if tasks is not None else ():
+        graph[name]  # raises UnknownTask
+    for name in explained:
+        if graph[name].class_token is None:
             raise TaskError(f"task {name!r} is of regime 'head': it has no attention of its own to explain.")
     request.tasks = names
     if isinstance(request.content, Tensor):
         request.parts = [Part(request, None, names, explained)]
         return
-    groups = dict(task_set.groups(dict.fromkeys((*names, *explained))))
-    if not groups:
-        groups = {task_set.known_preprocessing(): ()}
-    own = task_set.model.backbone.preprocessing
-    for preprocessing in sorted(groups, key=lambda one: one != own):
-        group = groups[preprocessing]
+    backbone = task_set.model.backbone
+    for preprocessing, group in task_set.split(tuple(dict.fromkeys((*names, *explained)))):
+        if preprocessing is None:
+            raise TaskError(
+                f"neither {', '.join(group) or 'a task'} nor {backbone.name} define how images are preprocessed: give "
+                f"a normalised tensor instead of an encoded image."
+            )
         answered = names if group == names else tuple(name for name in group if name in names)
         attention = tuple(name for name in explained if name in group)
         request.parts.append(Part(request, preprocessing, answered, attention))
@@ -126,5 +122,12 @@ def _unique(what: str, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _all(compared: Sequence[bool | None]) -> bool | None:
-    return None if None in compared else all(compared)
+def _in_order(names: Sequence[str], results: Sequence[PartResult]) -> dict[str, Tensor]:
+    outputs = {name: output for result in results for name, output in result.outputs.items()}
+    return {name: outputs[name] for name in names}
+
+
+def _checked_in_all(results: Sequence[PartResult]) -> OriginalAnswer:
+    """The first one's original output; identical if that of every pass is."""
+    identical = [result.original.identical for result in results]
+    return replace(results[0].original, identical=None if None in identical else all(identical))

@@ -5,16 +5,19 @@ have, so a request can stay with the version it began with, and a change costs w
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from vit_memory.branch import Branch
-from vit_memory.errors import TaskError
 from vit_memory.graph import TaskGraph
 from vit_memory.joining import JoinPlan
 from vit_memory.model import MemoryViT
 from vit_memory.preprocessing import Preprocessing
 from vit_memory.task import Task
+
+Group = tuple[Preprocessing | None, frozenset[str]]  # tasks whose images are preprocessed alike
+Item = TypeVar("Item", Task, Branch)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,6 +28,7 @@ class TaskSet:
     model: MemoryViT
     digests: Mapping[str, str]  # task -> digest
     preprocessing: Mapping[str, Preprocessing | None]  # task -> how its images are preprocessed; None: not known
+    groups: tuple[Group, ...]  # the one with the backbone's own preprocessing first
 
     @staticmethod
     def of(model: MemoryViT, *, plan: JoinPlan | None = None) -> "TaskSet":
@@ -38,11 +42,12 @@ class TaskSet:
 
     def with_tasks(self, tasks: Sequence[Task], branches: Sequence[Branch] = (), *, replace: bool = False) -> "TaskSet":
         """This version with more tasks and branches; with `replace`, those of the same names give way to them."""
-        kept_tasks, kept_branches = list(self.tasks.values()), list(self.tasks.branches.values())
-        if replace:
-            kept_tasks, tasks = _in_place(kept_tasks, tasks)
-            kept_branches, branches = _in_place(kept_branches, branches)
-        return self._with(TaskGraph((*kept_tasks, *tasks), (*kept_branches, *branches)))
+        graph = self.tasks
+        if not replace:
+            return self._with(graph.add(*tasks, branches=branches))
+        return self._with(
+            TaskGraph(_in_place([*graph.values()], tasks), _in_place([*graph.branches.values()], branches))
+        )
 
     def without(self, names: Sequence[str], branches: Sequence[str] = ()) -> "TaskSet":
         """This version without some tasks and branches; refused while a task that stays needs one of them."""
@@ -52,23 +57,27 @@ class TaskSet:
         """A version with exactly these tasks and branches, on the same backbone."""
         return self._with(TaskGraph(tasks, branches))
 
-    def groups(self, names: Iterable[str]) -> Iterator[tuple[Preprocessing, tuple[str, ...]]]:
-        """Tasks whose images are preprocessed alike, so that one pass can answer for them."""
-        groups: dict[Preprocessing | None, list[str]] = {}
-        for name in names:
-            groups.setdefault(self.preprocessing[name], []).append(name)
-        for preprocessing, members in groups.items():
-            yield self.known_preprocessing(preprocessing), tuple(members)
+    def split(self, names: Sequence[str]) -> list[tuple[Preprocessing | None, tuple[str, ...]]]:
+        """These tasks in groups whose images are preprocessed alike, so that one pass can answer for them.
 
-    def known_preprocessing(self, preprocessing: Preprocessing | None = None) -> Preprocessing:
-        """This preprocessing or the backbone's own; TaskError if neither is known."""
-        known = preprocessing or self.model.backbone.preprocessing
-        if known is None:
-            raise TaskError(
-                f"neither the tasks nor {self.model.backbone.name} define how images are preprocessed: "
-                f"give normalised tensors instead of encoded images."
-            )
-        return known
+        The group with the backbone's own preprocessing comes first. Without tasks, there is one group without tasks.
+        """
+        own = self.model.backbone.preprocessing
+        if not names:
+            return [(own, ())]
+        if len(self.groups) == 1:
+            return [(self.groups[0][0], tuple(names))]
+        split = [(how, tuple(name for name in names if name in members)) for how, members in self.groups]
+        return [(how, members) for how, members in split if members]
+
+    def unchanged_in(self, other: "TaskSet") -> frozenset[str]:
+        """The tasks that another version has too, as the same objects, with the branches that they stand on."""
+        old, new = self.tasks, other.tasks
+        return frozenset(
+            name
+            for name, task in new.items()
+            if name in old and old[name] is task and old.branch_of(name) is new.branch_of(name)
+        )
 
     def _with(self, graph: TaskGraph) -> "TaskSet":
         old = self.tasks
@@ -76,11 +85,10 @@ class TaskSet:
         return _task_set(self.model.copy(graph), unchanged)
 
 
-def _in_place(old: list[Task] | list[Branch], new: Sequence[Task] | Sequence[Branch]) -> tuple[list, list]:  # type: ignore[type-arg]
-    """The old list with the new items of the same names in their places, and the other new items."""
-    by_name = {item.name: item for item in new}
-    names = {item.name for item in old}
-    return [by_name.get(item.name, item) for item in old], [item for item in new if item.name not in names]
+def _in_place(old: Sequence[Item], new: Sequence[Item]) -> list[Item]:
+    """The old items with the new ones of the same names in their places, then the other new ones."""
+    by_name, known = {item.name: item for item in new}, {item.name for item in old}
+    return [*(by_name.get(item.name, item) for item in old), *(item for item in new if item.name not in known)]
 
 
 def _task_set(model: MemoryViT, known_digests: Mapping[str, str]) -> TaskSet:
@@ -90,4 +98,6 @@ def _task_set(model: MemoryViT, known_digests: Mapping[str, str]) -> TaskSet:
     lines = [f"task {name} {digests[name]} {preprocessing[name]}" for name in digests]
     lines += [f"branch {name} {digest}" for name, digest in graph.branch_digests.items()]
     version = hashlib.sha256("\n".join([model.backbone.fingerprint, *sorted(lines)]).encode()).hexdigest()[:16]
-    return TaskSet(version, model, digests, preprocessing)
+    ways = sorted(dict.fromkeys(preprocessing.values()), key=lambda way: way != default)
+    groups = [(way, frozenset(name for name in graph if preprocessing[name] == way)) for way in ways]
+    return TaskSet(version, model, digests, preprocessing, tuple(groups))
