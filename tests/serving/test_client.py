@@ -2,46 +2,76 @@
 
 import asyncio
 import builtins
+import doctest
 import inspect
 import io
 import logging
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import httpx
 import numpy as np
 import pytest
+import torch
+from engine_builders import as_input, backbone, jpeg, task
+from live_server import live
 from PIL import Image
 
-from vit_memory import AsyncClient, Client
+from builders import ROUNDING, trained_branch
+from vit_memory import AsyncClient, Client, MemoryViT, save_branch, save_task
 from vit_memory.data.decoding import decode
-from vit_memory.errors import DamagedFile, FileError, RequestFailed, ServingError
+from vit_memory.errors import DamagedFile, FileError, RequestFailed, ServingError, UnknownTask
 from vit_memory.serving import client as client_module
+from vit_memory.serving.app import create_app
 from vit_memory.serving.client import LONGEST_WAIT_S, _encode
+from vit_memory.serving.settings import Settings
+from vit_memory.serving.task_set import TaskSet
 
 URL = "http://127.0.0.1:1"
-TOKEN = "a-secret-Token_123"
+TOKEN, ADMIN = "a-secret-Token_123", "another-secret-456"
 FULL = {"type": "about:blank", "title": "Service Unavailable", "status": 503, "detail": "the queue is full. Try again."}
 
 
 @pytest.fixture(params=["blocking", "awaited"])
-def call(request):
-    """Calls one method of either client, over a connection that `answer(request)` stands for."""
+def call_at(request):
+    """Calls one method of either client of the server at an address."""
 
-    def run(answer, method, *arguments, token=None, retries=0, **options):
-        transport = httpx.MockTransport(answer)
+    def run(url, method, *arguments, token=None, retries=0, transport=None, **options):
         if request.param == "blocking":
-            with Client(URL, token, retries=retries, transport=transport) as client:
+            with Client(url, token, retries=retries, transport=transport) as client:
                 return getattr(client, method)(*arguments, **options)
 
         async def awaited():
-            async with AsyncClient(URL, token, retries=retries, transport=transport) as client:
+            async with AsyncClient(url, token, retries=retries, transport=transport) as client:
                 return await getattr(client, method)(*arguments, **options)
 
         return asyncio.run(awaited())
 
     return run
+
+
+@pytest.fixture
+def call(call_at):
+    """Calls one method of either client, over a connection that `answer(request)` stands for."""
+    return lambda answer, *arguments, **options: call_at(
+        URL, *arguments, transport=httpx.MockTransport(answer), **options
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    pets = task("pets", labels=["cat", "dog"])
+    cats = replace(pets, head_bias=torch.tensor([100.0, 0.0]))  # says cat to every image
+    others = [task("breeds", parents=["pets"]), task("parts", kind="multi-label", labels=list("abcdefgh"))]
+    return MemoryViT(backbone(), [cats, *others, task("height", kind="regression", labels=["height"])])
+
+
+@pytest.fixture(scope="module")
+def url(model):
+    with live(create_app(model, Settings(token=TOKEN, admin_token=ADMIN))) as url:
+        yield url
 
 
 @pytest.fixture
@@ -235,3 +265,116 @@ def test_what_is_no_image_or_no_task_is_refused_before_anything_is_sent(call, tm
     (tmp_path / "broken.safetensors").write_bytes(b"no task file at all")
     with pytest.raises(DamagedFile, match="broken.safetensors"):
         call(never, "add", tmp_path / "broken.safetensors")
+
+
+def test_predictions_are_those_of_the_model_for_paths_bytes_and_images_of_pillow(call_at, url, model, tmp_path):
+    (tmp_path / "cat.jpg").write_bytes(jpeg(1))
+    images = [tmp_path / "cat.jpg", str(tmp_path / "cat.jpg"), jpeg(1), Image.open(io.BytesIO(jpeg(1)))]
+    answers = call_at(url, "predict", images, token=TOKEN, top_k=3, check_original=True)
+    assert [answer.name for answer in answers] == ["cat.jpg", "cat.jpg", "image 3", "image 4"]
+    outputs = model(as_input(jpeg(1)))
+    assert len(answers) == 4
+    assert answers.version == TaskSet.of(model).version
+    for answer in answers:
+        assert set(answer.tasks) == {"pets", "breeds", "parts", "height"}
+        chances = outputs["breeds"][0].softmax(-1)
+        assert answer["breeds"].label == "abc"[chances.argmax()]
+        assert answer["breeds"].confidence == pytest.approx(float(chances.max()), abs=ROUNDING)
+        assert list(answer["breeds"].top.values()) == sorted(answer["breeds"].top.values(), reverse=True)
+        assert answer["height"].values["height"] == pytest.approx(float(outputs["height"]), abs=ROUNDING)
+        present = {
+            label: float(p) for label, p in zip("abcdefgh", outputs["parts"][0].sigmoid(), strict=True) if p >= 0.5
+        }
+        assert answer["parts"].labels == pytest.approx(present, abs=ROUNDING)
+        assert len(answer["parts"].top) == 3
+        assert answer["pets"].digest == model.tasks["pets"].digest
+        assert answer.original.identical
+        assert answer.batch >= 1
+        assert set(answer.stages_ms) == {"decode", "queue", "compute"}
+        with pytest.raises(UnknownTask, match="no answer for 'nothing': this call asked for pets"):
+            answer["nothing"]
+
+
+def test_a_call_names_its_tasks_and_what_to_explain(call_at, url):
+    (answer,) = call_at(url, "predict", jpeg(1), ["height", "pets"], token=TOKEN, explain=["breeds"])
+    assert list(answer.tasks) == ["height", "pets"]
+    attention = answer.explanations["breeds"]
+    for block in attention.blocks:
+        parts = (*block.patches, block.memory, block.itself, block.originals)
+        assert sum(parts) + sum(block.ancestors.values()) + sum(block.ancestor_memory.values()) == pytest.approx(
+            1, abs=1e-3
+        )
+        assert len(block.patches) == attention.grid[0] * attention.grid[1]
+        assert set(block.ancestors) == {"pets"}
+    (answer,) = call_at(url, "predict", jpeg(1), [], token=TOKEN)
+    assert answer.tasks == {}
+    assert answer.original.feature_size == backbone().width
+
+
+def test_one_bad_image_of_several_raises_where_it_is_used_and_a_single_one_at_once(call_at, url):
+    good, bad = call_at(url, "predict", [jpeg(1), b"no image"], ["pets"], token=TOKEN)
+    assert good["pets"].label == "cat"
+    assert bad.error.status == 422
+    with pytest.raises(RequestFailed, match="422 .*image 2: not an image of a known format"):
+        bad["pets"]
+    with pytest.raises(RequestFailed, match="image 1: not an image of a known format") as raised:
+        call_at(url, "predict", b"no image", token=TOKEN)
+    assert raised.value.status == 422
+
+
+def test_tasks_are_added_replaced_and_removed_as_values_and_as_files(call_at, url, tmp_path):
+    first, second = task("added", cells=1), task("added", cells=2)
+    save_task(second, tmp_path / "second.safetensors")
+    info = call_at(url, "add", first, token=ADMIN)
+    assert (info.name, info.digest, info.labels) == ("added", first.digest, first.labels)
+    assert call_at(url, "tasks", token=TOKEN)["added"] == info
+    with pytest.raises(RequestFailed, match="has the digest") as raised:
+        call_at(url, "add", tmp_path / "second.safetensors", token=ADMIN)
+    assert raised.value.status == 409
+    with pytest.raises(RequestFailed, match="409"):
+        call_at(url, "add", second, token=ADMIN, if_match=second.digest)
+    assert call_at(url, "add", second, token=ADMIN, if_match=first.digest).digest == second.digest
+    assert call_at(url, "add", first, token=ADMIN, replace=True).digest == first.digest
+    with pytest.raises(RequestFailed, match="409"):
+        call_at(url, "remove", "added", token=ADMIN, if_match=second.digest)
+    assert call_at(url, "predict", jpeg(1), ["added"], token=TOKEN)[0]["added"].digest == first.digest
+    call_at(url, "remove", "added", token=ADMIN, if_match=first.digest)
+    with pytest.raises(UnknownTask, match="the server has no task 'added'; it has: pets"):
+        call_at(url, "tasks", token=TOKEN)["added"]
+    with pytest.raises(RequestFailed, match="404 Not Found: no task 'added'"):
+        call_at(url, "remove", "added", token=ADMIN)
+
+
+def test_a_branch_is_added_before_its_task_and_removed_after_it(call_at, url, tmp_path):
+    branch = trained_branch(backbone(), "twig", blocks=1, rank=2)
+    save_branch(branch, tmp_path / "twig.safetensors")
+    for source in (branch, tmp_path / "twig.safetensors"):
+        assert call_at(url, "add", source, token=ADMIN) is None
+        assert call_at(url, "add", task("leaf", branch=branch), token=ADMIN).branch == "twig"
+        assert call_at(url, "tasks", token=TOKEN).branches == {"twig": branch.digest}
+        with pytest.raises(RequestFailed, match="leaf"):
+            call_at(url, "remove", "twig", branch=True, token=ADMIN)
+        call_at(url, "remove", "leaf", token=ADMIN)
+        call_at(url, "remove", "twig", branch=True, token=ADMIN)
+
+
+def test_tokens_decide_and_the_status_counts(call_at, url):
+    for token, status in ((None, 401), ("wrong", 401)):
+        with pytest.raises(RequestFailed) as raised:
+            call_at(url, "predict", jpeg(1), token=token)
+        assert raised.value.status == status
+    with pytest.raises(RequestFailed, match="needs the admin token") as raised:
+        call_at(url, "remove", "pets", token=TOKEN)
+    assert raised.value.status == 403
+    before = call_at(url, "status", token=TOKEN)
+    call_at(url, "predict", [jpeg(i) for i in range(3)], token=TOKEN)
+    after = call_at(url, "status", token=TOKEN)
+    assert after["version"] == call_at(url, "tasks", token=TOKEN).version
+    assert after["images"] - before["images"] == 3
+
+
+def test_the_example_of_the_client_runs(url):
+    names = {"url": url, "image": jpeg(1), "Client": lambda address: Client(address, TOKEN)}
+    (example,) = doctest.DocTestFinder(recurse=False).find(Client, "Client", globs=names)
+    assert example.examples
+    assert doctest.DocTestRunner().run(example).failed == 0
