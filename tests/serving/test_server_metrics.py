@@ -2,15 +2,21 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from vit_memory import Bundle, load_backbone
 from vit_memory.serving.answers import Answer, OriginalAnswer
 from vit_memory.serving.metrics import FOLDER_VARIABLE, FURTHER_TASKS, Metrics, share_between_workers
 from vit_memory.serving.stats import EngineStats
@@ -196,3 +202,67 @@ def test_workers_add_up_whichever_is_asked_and_the_dead_keep_their_counts_but_no
     finally:
         for worker in workers:
             worker.kill()
+
+
+@pytest.mark.slow
+def test_a_server_with_workers_counts_every_request_and_unloads_in_all_of_them(tmp_path):
+    from engine_builders import jpeg
+
+    from builders import trained  # here, because the small workers above do not need it
+
+    bundled = load_backbone("bundled")
+    Bundle.create(tmp_path / "zoo", bundled, [trained(bundled, name, cells=1) for name in ("pets", "birds")])
+    command = [sys.executable, "-m", "vit_memory", "serve", str(tmp_path / "zoo")]
+    options = ["--port", "0", "--workers", "2", "--threads", "1", "--log-format", "json"]
+    server = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    try:
+        url = next(line["url"] for line in map(json.loads, server.stderr) if "url" in line)
+        drain = threading.Thread(target=server.stderr.read)
+        drain.start()
+
+        def shown():
+            """A scrape over a connection of its own, so that any worker may answer."""
+            families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=60).text)
+            return [sample for family in families for sample in family.samples]
+
+        def until(condition):
+            end = time.monotonic() + 120
+            while not condition():
+                assert time.monotonic() < end
+                time.sleep(0.05)
+
+        def answers():
+            with suppress(httpx.ConnectError):  # bound, and not listening before the first worker is ready
+                return httpx.get(f"{url}/v2/health/ready").is_success
+
+        def workers():
+            return {s.labels["pid"]: s.labels["version"] for s in shown() if s.name == "vit_memory_task_set_info"}
+
+        def images(task):
+            return sum(s.value for s in shown() if s.name.endswith("task_images_total") and s.labels["task"] == task)
+
+        until(answers)
+        until(lambda: len(workers()) == 2)
+        for _ in range(12):
+            httpx.post(
+                f"{url}/v1/predict", content=jpeg(), headers={"Content-Type": "image/jpeg"}, timeout=60
+            ).raise_for_status()
+        assert [images("pets") for _ in range(6)] == [12] * 6
+        assert images("birds") == 12
+
+        httpx.post(f"{url}/v2/repository/models/birds/unload", timeout=60).raise_for_status()
+        before = workers()
+        until(lambda: len(set(workers().values())) == 1 and images("birds") == 0)
+        assert workers().keys() == before.keys()
+        assert [httpx.get(f"{url}/v2/models/birds/ready", timeout=60).status_code for _ in range(12)] == [404] * 12
+        assert images("pets") == 12
+
+        victim = int(next(iter(workers())))
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: str(victim) not in workers() and len(workers()) == 2)
+        assert images("pets") == 12  # what it counted is not lost
+    finally:
+        server.terminate()
+        assert server.wait(60) == 0
+        drain.join()
+        server.stderr.close()
