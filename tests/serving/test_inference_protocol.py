@@ -372,6 +372,15 @@ def test_what_is_too_large_or_not_finite_is_refused_by_its_own_status(http):
         assert message in response.json()["error"]
 
 
+def test_what_a_compressed_body_may_become_counts_as_held_and_is_given_back(server, http, monkeypatch):
+    packed = gzip.compress(json.dumps({"inputs": [image_input()]}).encode())
+    assert http.post("/v2/models/pets/infer", content=packed, headers={"Content-Encoding": "gzip"}).is_success
+    monkeypatch.setattr(server.state.bodies, "limit", 2 * len(packed))
+    response = http.post("/v2/models/pets/infer", content=packed, headers={"Content-Encoding": "gzip"})
+    assert response.status_code == 503
+    assert server.state.bodies.used == 0
+
+
 def test_a_task_that_computes_no_number_says_so_in_json_and_in_binary(model):
     broken = task("broken")
     broken = broken.map(lambda tensor: tensor * float("nan"))

@@ -243,10 +243,9 @@ def test_a_server_with_workers_counts_every_request_and_unloads_in_all_of_them(t
 
         until(answers)
         until(lambda: len(workers()) == 2)
+        image = {"content": jpeg(), "headers": {"Content-Type": "image/jpeg"}, "timeout": 60}
         for _ in range(12):
-            httpx.post(
-                f"{url}/v1/predict", content=jpeg(), headers={"Content-Type": "image/jpeg"}, timeout=60
-            ).raise_for_status()
+            httpx.post(f"{url}/v1/predict", **image).raise_for_status()
         assert [images("pets") for _ in range(6)] == [12] * 6
         assert images("birds") == 12
 

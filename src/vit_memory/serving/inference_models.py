@@ -140,6 +140,15 @@ INFER_BODY: dict[str, Any] = {
         },
     }
 }
+INFERRED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The outputs, as JSON or, where the request asks for it, with binary data after the JSON.",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+        },
+    }
+}
 OPTIONS_BODY: dict[str, Any] = {
     "requestBody": {"required": False, "content": {"application/json": {"schema": {"type": "object"}}}}
 }

@@ -10,7 +10,8 @@ import asyncio
 import json
 import logging
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version as version_of
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from vit_memory.serving.inference_models import (
     ERRORS,
     INFER_BODY,
+    INFERRED,
     OPTIONS_BODY,
     config_of,
     metadata_of,
@@ -32,7 +34,7 @@ from vit_memory.serving.inference_models import (
     requested_outputs,
 )
 from vit_memory.serving.inference_tensors import InferRequest, InputLimits, encode_answer, parse_request
-from vit_memory.serving.limits import Body, wait_for_disconnect
+from vit_memory.serving.limits import Body, BodyBudget, unless_gone
 from vit_memory.serving.problems import ProblemError, json_bytes, problem_of
 from vit_memory.serving.security import ADMIN, PREDICT
 from vit_memory.serving.state import ServerState, state_of
@@ -43,6 +45,7 @@ EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "mo
 LENGTH_HEADER = "Inference-Header-Content-Length"
 _LARGE_BODY = 2**20  # parsed in a thread: base64 of 64 MB takes a tenth of a second
 _SMALL_BODY = 2**20  # at most, of load and unload
+_LARGEST_RATIO = 1032  # of zlib: a body of so many zeros becomes one byte
 log = logging.getLogger(__name__)
 
 
@@ -102,8 +105,13 @@ def _add_model_routes(routes: APIRouter, state: ServerState) -> None:
         task_set = state.engine.task_set
         return config_of(_find(state, task_set, name, version), task_set)
 
-    @routes.post("/v2/models/{name}/infer", dependencies=[PREDICT], openapi_extra=INFER_BODY)
-    @routes.post("/v2/models/{name}/versions/{version}/infer", dependencies=[PREDICT], openapi_extra=INFER_BODY)
+    @routes.post("/v2/models/{name}/infer", dependencies=[PREDICT], responses=INFERRED, openapi_extra=INFER_BODY)
+    @routes.post(
+        "/v2/models/{name}/versions/{version}/infer",
+        dependencies=[PREDICT],
+        responses=INFERRED,
+        openapi_extra=INFER_BODY,
+    )
     async def infer(name: str, request: Request, version: str | None = None) -> Response:
         """The answer of one task for one or several images."""
         _find(state, state.engine.task_set, name, version)
@@ -120,11 +128,11 @@ def _add_model_routes(routes: APIRouter, state: ServerState) -> None:
             def parse() -> InferRequest:
                 return parse_request(_decompress(content, encoding, limits.max_body_bytes), length, accepted)
 
-            small = len(content) < _LARGE_BODY and not encoding
-            wanted = parse() if small else await asyncio.to_thread(parse)
-            outputs = requested_outputs(wanted, task)
-            predicting = _predict(state, task, task_set, wanted)
-            rows = await _unless_gone(request, predicting)
+            with _reserved(state.bodies, min(limits.max_body_bytes, _LARGEST_RATIO * len(content)) if encoding else 0):
+                small = len(content) < _LARGE_BODY and not encoding
+                wanted = parse() if small else await asyncio.to_thread(parse)
+                outputs = requested_outputs(wanted, task)
+                rows = await unless_gone(request, _predict(state, task, task_set, wanted))
         answer = {"model_name": name, "model_version": task_set.digests[name]}
         if wanted.id is not None:
             answer["id"] = wanted.id
@@ -222,18 +230,14 @@ async def _predict(state: ServerState, task: Task, task_set: TaskSet, request: I
         await asyncio.gather(*answers, return_exceptions=True)  # their errors are seen, if only to be dropped
 
 
-async def _unless_gone(request: Request, work: Awaitable[Tensor]) -> Tensor:
-    """The result of `work`; it is cancelled if the client goes away."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(wait_for_disconnect(request))
+@contextmanager
+def _reserved(budget: BodyBudget, size: int) -> Iterator[None]:
+    """Count bytes that a body may become, so that many small ones cannot fill the memory."""
+    budget.take(size)
     try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
+        yield
     finally:
-        working.cancel()
-        gone.cancel()
+        budget.give_back(size)
 
 
 def _decompress(content: bytes | bytearray, encoding: str, limit: int) -> bytes | bytearray:
