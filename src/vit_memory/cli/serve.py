@@ -158,6 +158,9 @@ def serve(
     what was asked.
     """
     _hide_tokens(sys.orig_argv)
+    from vit_memory.serving.workers import end_on_signals
+
+    end_on_signals()  # loading takes a while
     token, admin_token = access.tokens()
     try:
         from vit_memory.serving.server import ServePlan, run

@@ -19,7 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from vit_memory.backbone import load_backbone
+from vit_memory.backbone import Backbone, load_backbone
 from vit_memory.errors import UnknownTask, VitMemoryError
 from vit_memory.files.bundle import Bundle
 from vit_memory.model import MemoryViT
@@ -46,7 +46,7 @@ def create_app(
     source: Engine | MemoryViT | Bundle | Path | str,
     settings: Settings = _DEFAULTS,
     *,
-    backbone: str | None = None,
+    backbone: Backbone | str | None = None,
     device: str = "cpu",
 ) -> FastAPI:
     """An application that serves a bundle's folder, a model, or an engine that was not started yet.
@@ -61,8 +61,9 @@ def create_app(
         folder = BundleFolder(path)
         settings = replace(settings, bundle_folder=path)
         held = folder.read()
-        loaded = load_backbone(backbone or folder.backbone, device=device)
-        source = MemoryViT(loaded, held.values(), held.branches.values())
+        if not isinstance(backbone, Backbone):
+            backbone = load_backbone(backbone or folder.backbone, device=device)
+        source = MemoryViT(backbone, held.values(), held.branches.values())
     engine = source if isinstance(source, Engine) else Engine(source, settings.engine, observe=metrics)
     store = TaskStore(engine, folder, settings.run_folder)
     state = ServerState(engine, settings, store, BodyBudget(settings.limits.max_bodies_bytes))

@@ -1,5 +1,6 @@
 """Tasks, branches, the backbone and the state of a server as JSON values."""
 
+import os
 from dataclasses import asdict
 from typing import Any
 
@@ -88,7 +89,8 @@ def backbone_json(state: ServerState, task_set: TaskSet) -> dict[str, Any]:
 def status_json(state: ServerState) -> dict[str, Any]:
     """What the engine has done since the start, and what it has to do."""
     stats = asdict(state.engine.stats)
-    return {**stats, "bodies_bytes": state.bodies.used, "listeners": state.listeners}
+    own = {"pid": os.getpid(), "requests": state.requests, "bodies_bytes": state.bodies.used}
+    return {**stats, **own, "listeners": state.listeners}
 
 
 def _stored_bytes(item: Task | Branch) -> int:

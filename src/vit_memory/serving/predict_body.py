@@ -13,16 +13,14 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 
 from vit_memory.errors import BadImage
 from vit_memory.files.container import parse_json
 from vit_memory.serving.limits import Body
+from vit_memory.serving.multipart_form import FormLimits, parse_form
 from vit_memory.serving.problems import ProblemError
 
 IMAGE_FIELDS = ("image", "images", "file")
-_MOST_FIELDS, _LARGEST_FIELD = 64, 64 * 1024
 _LARGE = 2**20  # bytes from which parsing would hold up other requests
 _NOT_SHOWN = re.compile(r"[\x00-\x1f\x7f]")
 Result = TypeVar("Result")
@@ -82,7 +80,7 @@ async def read_images(
     content_type = request.headers.get("content-type", "")
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type == "multipart/form-data":
-        return await _read_form(request, body, query, max_images)
+        return await _read_form(content_type, body, query, max_images)
     if media_type == "application/json":
         content = await body.read()
         sent = await _off_loop(_parse_json_body, content)
@@ -101,39 +99,20 @@ async def read_images(
     )
 
 
-class _FormInMemory(MultiPartParser):
-    """Starlette's parser without files on the disk: the size of a body is limited, and a disk may be read-only."""
-
-    spool_max_size = 2**62
-
-
 async def _read_form(
-    request: Request, body: Body, query: PredictOptions, max_images: int
+    content_type: str, body: Body, query: PredictOptions, max_images: int
 ) -> tuple[list[SentImage], PredictOptions]:
-    parser = _FormInMemory(
-        request.headers,
-        body.stream(),
-        max_files=max_images,
-        max_fields=_MOST_FIELDS,
-        max_part_size=_LARGEST_FIELD,
-    )
-    try:
-        form = await parser.parse()
-    except MultiPartException as error:
-        if error.message.startswith("Too many files"):
-            _check_count(max_images + 1, max_images)
-        raise ProblemError(400, f"the form cannot be read: {error.message}") from None
     images: list[SentImage] = []
     fields: dict[str, list[str]] = {}
-    for name, value in form.multi_items():
-        if isinstance(value, UploadFile):
-            if name not in IMAGE_FIELDS:
-                raise ProblemError(400, f"a file in the field {name[:100]!r}; expected {', '.join(IMAGE_FIELDS)}.")
-            images.append(SentImage(_file_name(value.filename, len(images) + 1), await value.read()))
-        elif name in IMAGE_FIELDS:
-            raise ProblemError(400, f"the field {name!r} holds text; send a file, with a file name.")
+    for part in await parse_form(content_type, body.stream(), FormLimits(max_images)):
+        if part.file_name is not None:
+            if part.name not in IMAGE_FIELDS:
+                raise ProblemError(400, f"a file in the field {part.name[:100]!r}; expected {', '.join(IMAGE_FIELDS)}.")
+            images.append(SentImage(_file_name(part.file_name, len(images) + 1), bytes(part.content)))
+        elif part.name in IMAGE_FIELDS:
+            raise ProblemError(400, f"the field {part.name!r} holds text; send a file, with a file name.")
         else:
-            fields.setdefault(name, []).append(value)
+            fields.setdefault(part.name, []).append(part.text)
     if not images:
         raise ProblemError(400, f"the form has no image; send files in the field {IMAGE_FIELDS[0]!r}.")
     lists = ("tasks", "explain")
@@ -187,8 +166,7 @@ def _file_name(name: str | None, number: int) -> str:
 
 def _check_count(count: int, most: int) -> None:
     if count > most:
-        more = f"{count}" if count > most + 1 else f"more than {most}"
-        raise ProblemError(413, f"{more} images in one request; at most {most} are taken.", limit=most)
+        raise ProblemError(413, f"{count} images in one request; at most {most} are taken.", limit=most)
 
 
 async def _off_loop(parse: Callable[[bytearray], Result], content: bytearray) -> Result:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from vit_memory.serving.engine import EngineOptions
+from vit_memory.serving.options import EngineOptions
 
 LogFormat = Literal["text", "json"]
 
