@@ -3,15 +3,18 @@
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock
+
 from vit_memory.atomic import write_atomic
 from vit_memory.evaluation.environment import command_line, commit, environment
 
-__all__ = ["commit", "compare", "kept_rows", "seconds", "write"]
+__all__ = ["add_rows", "commit", "compare", "kept_rows", "seconds", "write"]
 
 Work = Callable[[], object]
 
@@ -61,3 +64,12 @@ def write(path: Path, rows: Sequence[dict[str, object]], **notes: object) -> Non
     record = {**environment(), "command": command, **notes, "rows": list(rows)}
     text = json.dumps(record, indent=2, allow_nan=False)
     write_atomic(path, [text.encode(), b"\n"])
+
+
+def add_rows(path: Path, rows: Sequence[dict[str, object]], **notes: object) -> None:
+    """Add rows to a record, in place of those of the same cases. Several processes may write one record.
+
+    A row is compared with other rows, not with the machine that the record names, which is that of the last writer.
+    """
+    with FileLock(Path(tempfile.gettempdir()) / f"{path.name}.lock"):
+        write(path, [*kept_rows(path, [row["case"] for row in rows]), *rows], **notes)
