@@ -60,7 +60,7 @@ def kept_rows(path: Path, cases: Sequence[object]) -> list[dict[str, object]]:
 
 def write(path: Path, rows: Sequence[dict[str, object]], **notes: object) -> None:
     """Write a benchmark's record; an interrupted write leaves the previous file intact."""
-    command = command_line(f"python -m benchmarks.{Path(sys.argv[0]).stem}")
+    command = command_line(_program())
     record = {**environment(), "command": command, **notes, "rows": list(rows)}
     text = json.dumps(record, indent=2, allow_nan=False)
     write_atomic(path, [text.encode(), b"\n"])
@@ -69,7 +69,12 @@ def write(path: Path, rows: Sequence[dict[str, object]], **notes: object) -> Non
 def add_rows(path: Path, rows: Sequence[dict[str, object]], **notes: object) -> None:
     """Add rows to a record, in place of those of the same cases. Several processes may write one record.
 
-    A row is compared with other rows, not with the machine that the record names, which is that of the last writer.
+    The record names the command that makes all rows, not the part of it that this process was asked for.
     """
+    command = f"{_program()} --json results/{path.name}"
     with FileLock(Path(tempfile.gettempdir()) / f"{path.name}.lock"):
-        write(path, [*kept_rows(path, [row["case"] for row in rows]), *rows], **notes)
+        write(path, [*kept_rows(path, [row["case"] for row in rows]), *rows], command=command, **notes)
+
+
+def _program() -> str:
+    return f"python -m benchmarks.{Path(sys.argv[0]).stem}"
