@@ -2,6 +2,7 @@
 
     python -m benchmarks.branches --json results/branches.json         # resumes: rows in the record are kept
     python -m benchmarks.branches --json results/branches.json --domain    # one branch for two packs, a third on it
+    python -m benchmarks.branches --json results/branches.json --timing    # seconds per step, on a quiet machine
     python -m benchmarks.branches --table results/branches.json            # as Markdown, beside results/readers.json
 
 The packs, images, views, batches and steps of `benchmarks.readers`; a branch of rank 8 on q and v of the last k of 12
@@ -19,18 +20,21 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.measure import commit, write
+from benchmarks.measure import add_rows, commit
 from benchmarks.packs import (
     BATCH,
     EVALUATE_EVERY,
     NOTES,
     PACKS,
     PIXELS,
+    TIMED_PACK,
+    TIMED_STEPS,
     compare,
     file_bytes,
     images_of,
@@ -40,8 +44,9 @@ from benchmarks.packs import (
     percent,
     right_answers,
     tested_row,
+    time_training,
 )
-from benchmarks.readers import LORA_RATES
+from benchmarks.readers import LORA_RATES, time_table
 from vit_memory import Backbone, Recipe, fit, new_branch, new_task, open_data
 from vit_memory.data.loading import default_workers
 from vit_memory.data.sources import Dataset
@@ -109,10 +114,10 @@ def train_branch(
     }
 
 
-DOMAIN, THIRD, DOMAIN_BLOCKS = ("sun8", "miniplaces40"), "aid30", (4, 6)
+DOMAIN, THIRD, DOMAIN_BLOCKS = ("sun8", "miniplaces40"), "aid30", 6
 
 
-def train_domain(backbone: Backbone, shared: Path, blocks: int, seed: int) -> Iterator[dict[str, Any]]:
+def train_domain(backbone: Backbone, shared: Path, seed: int) -> Iterator[dict[str, Any]]:
     """A row for the third pack on the original trunk, and one on a branch of the two others."""
     options = TrainingOptions(cache=Cache("ram"), image_size=PIXELS, workers=default_workers())
     recipe = replace(Recipe.reader(), batch=BATCH, seed=seed, evaluate_every=EVALUATE_EVERY)
@@ -122,7 +127,7 @@ def train_domain(backbone: Backbone, shared: Path, blocks: int, seed: int) -> It
         task = new_task(backbone, pack, dataset.labels, regime="class")
         data.append(TaskData(task, *images_of(dataset, seed)))
     generator = torch.Generator().manual_seed(seed)
-    untrained = new_branch(backbone, "scenes", blocks=blocks, rank=RANK, generator=generator)
+    untrained = new_branch(backbone, "scenes", blocks=DOMAIN_BLOCKS, rank=RANK, generator=generator)
     scenes = fit_branch(backbone, [untrained], data, recipe, options=options).best
     assert scenes.branch is not None
     third = open_data(str(shared / "data" / THIRD), seed=seed)
@@ -132,7 +137,8 @@ def train_domain(backbone: Backbone, shared: Path, blocks: int, seed: int) -> It
         tasks = replace(DEFAULT_GRID, seeds=(seed,)).tasks(backbone, "third", third.labels, (), branch=branch)
         best = fit(backbone, tasks, train, validation, recipe, branches=branches, options=options).best
         right = right_answers(backbone, third.splits["test"], {"third": best.task}, branches)["third"]
-        where = "original trunk" if branch is None else f"branch of {blocks} blocks trained on {' and '.join(DOMAIN)}"
+        on_branch = f"branch of {DOMAIN_BLOCKS} blocks trained on {' and '.join(DOMAIN)}"
+        where = "original trunk" if branch is None else on_branch
         yield {
             "method": f"third task on the {where}",
             "kept": best.setting.name,
@@ -146,15 +152,29 @@ def run_domain(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """The rows of the domain that are not in the record yet."""
     backbone = load_dinov2(asked.shared)
     for seed in range(asked.seeds):
-        for blocks in DOMAIN_BLOCKS:
-            done = [row for row in rows if row.get("domain_blocks") == blocks and row["seed"] == seed]
-            if done:
-                continue
-            for row in train_domain(backbone, asked.shared, blocks, seed):
-                about = {"case": f"domain, {row['method']}, seed {seed}", "domain_blocks": blocks, "seed": seed}
-                rows.append({**about, **row, "commit": commit()})
-                print(f"{rows[-1]['case']:90} {100 * row['test']:5.1f} %  {row['kept']}", flush=True)
-            write(asked.json, rows, **NOTES)
+        if any("domain_scores" in row and row["seed"] == seed for row in rows):
+            continue
+        new = []
+        for row in train_domain(backbone, asked.shared, seed):
+            new.append({"case": f"domain, {row['method']}, seed {seed}", "seed": seed, **row, "commit": commit()})
+            print(f"{new[-1]['case']:90} {100 * row['test']:5.1f} %  {row['kept']}", flush=True)
+        add_rows(asked.json, new, **NOTES)
+
+
+def time_steps(backbone: Backbone, shared: Path) -> Iterator[dict[str, Any]]:
+    """Seconds per step of branches, and of storing the tokens of a view, on a machine that is idle."""
+    dataset = open_data(str(shared / "data" / TIMED_PACK), seed=0)
+    train, validation = images_of(dataset, 0)
+    recipe = replace(Recipe.reader(), steps=TIMED_STEPS, batch=BATCH, evaluate_every=10**6, learning_rates=(1e-3,))
+    options = TrainingOptions(cache=Cache("ram"), image_size=PIXELS, workers=default_workers())
+    for blocks in BLOCKS:
+        branch = new_branch(backbone, "branch", blocks=blocks, rank=RANK)
+        tasks = [new_task(backbone, "task", dataset.labels, regime="head", branch=branch)]
+        training = partial(fit, backbone, tasks, train, validation, replace(recipe, views=1), branches=[branch])
+        training = partial(training, train_branches=True, options=options)
+        store, step = time_training(lambda c, run=training: run(callbacks=c), len(train) + len(validation))  # type: ignore[misc]
+        for method, seconds in ((method_of(blocks), step), (f"storing a view for {method_of(blocks)}", store)):
+            yield {"case": f"timing, {method}", "method": method, "seconds": seconds}
 
 
 def table(rows: Sequence[Mapping[str, Any]], readers: Sequence[Mapping[str, Any]]) -> str:
@@ -196,6 +216,10 @@ def run(asked: argparse.Namespace) -> None:
         run_domain(asked, rows)
         return
     backbone = load_dinov2(asked.shared)
+    if asked.timing:
+        timed = [{**row, "commit": commit()} for row in time_steps(backbone, asked.shared)]
+        add_rows(asked.json, timed, **NOTES)
+        return
     for seed, pack, blocks in list(missing(rows, asked)):
         start = time.perf_counter()
         dataset = open_data(str(asked.shared / "data" / pack), seed=seed)
@@ -206,7 +230,7 @@ def run(asked: argparse.Namespace) -> None:
         rows.append({"case": case, "pack": pack, "seed": seed, **row, "commit": commit()})
         took = time.perf_counter() - start
         print(f"{case:50} {100 * row['test']:5.1f} %  rate {row['rate']:g}  {took:.0f} s", flush=True)
-        write(asked.json, rows, **NOTES)
+        add_rows(asked.json, rows[-1:], **NOTES)
 
 
 def main() -> None:
@@ -218,13 +242,15 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="+", default=list(BLOCKS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--domain", action="store_true", help="one branch for two packs, and a third task on it")
+    parser.add_argument("--timing", action="store_true", help="measure seconds per step instead")
     parser.add_argument("--table", type=Path, help="print a record as Markdown instead")
     parser.add_argument("--readers", type=Path, default=Path("results/readers.json"), help="record with LoRA's rows")
     asked = parser.parse_args()
     if asked.table:
         readers = json.loads(asked.readers.read_text())["rows"] if asked.readers.exists() else []
-        rows = [row for row in json.loads(asked.table.read_text())["rows"] if "blocks" in row]
-        print(table(rows, readers))
+        rows = json.loads(asked.table.read_text())["rows"]
+        print(table([row for row in rows if "blocks" in row], readers))
+        print(f"\n{time_table([*readers, *(row for row in rows if 'domain_scores' not in row)])}")
         return
     if asked.json is None:
         parser.error("give --json: the record is how it resumes.")

@@ -3,15 +3,18 @@
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock
+
 from vit_memory.atomic import write_atomic
 from vit_memory.evaluation.environment import command_line, commit, environment
 
-__all__ = ["commit", "compare", "kept_rows", "seconds", "write"]
+__all__ = ["add_rows", "commit", "compare", "kept_rows", "seconds", "write"]
 
 Work = Callable[[], object]
 
@@ -57,7 +60,21 @@ def kept_rows(path: Path, cases: Sequence[object]) -> list[dict[str, object]]:
 
 def write(path: Path, rows: Sequence[dict[str, object]], **notes: object) -> None:
     """Write a benchmark's record; an interrupted write leaves the previous file intact."""
-    command = command_line(f"python -m benchmarks.{Path(sys.argv[0]).stem}")
+    command = command_line(_program())
     record = {**environment(), "command": command, **notes, "rows": list(rows)}
     text = json.dumps(record, indent=2, allow_nan=False)
     write_atomic(path, [text.encode(), b"\n"])
+
+
+def add_rows(path: Path, rows: Sequence[dict[str, object]], **notes: object) -> None:
+    """Add rows to a record, in place of those of the same cases. Several processes may write one record.
+
+    The record names the command that makes all rows, not the part of it that this process was asked for.
+    """
+    command = f"{_program()} --json results/{path.name}"
+    with FileLock(Path(tempfile.gettempdir()) / f"{path.name}.lock"):
+        write(path, [*kept_rows(path, [row["case"] for row in rows]), *rows], command=command, **notes)
+
+
+def _program() -> str:
+    return f"python -m benchmarks.{Path(sys.argv[0]).stem}"

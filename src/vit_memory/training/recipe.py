@@ -109,7 +109,7 @@ class Recipe:
 
         Longer training gained little on the validation images of three small datasets.
         """
-        return cls(steps=150, optimiser="adamw", evaluate_every=25, keep_best=True)
+        return cls(steps=125, optimiser="adamw", evaluate_every=25, keep_best=True)
 
     @classmethod
     def for_regimes(cls, regimes: Iterable[Regime], *, train_branches: bool = False) -> "Recipe":

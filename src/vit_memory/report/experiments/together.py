@@ -78,16 +78,12 @@ def concatenation_section(evidence: Evidence) -> Section | None:
 
 def extension_section(evidence: Evidence) -> Section | None:
     """Tasks with parents against the same tasks without."""
-    every = [r for r in evidence.of_kind("training") if r.identity["label"] in (None, "label")]
-    extended = [r for r in every if r.identity["extends"]]
+    extended = [r for r in _of_fine_labels(evidence) if r.identity["extends"]]
     if not extended:
         return None
     rows = []
-    keys = dict.fromkeys((r.identity["dataset"], r.identity["method"], tuple(r.identity["extends"])) for r in extended)
-    for dataset, method, parents in keys:
-        own = [r for r in extended if _key(r) == (dataset, method, parents)]
-        plain = [r for r in every if _key(r) == (dataset, method, ())]
-        marked = [_renamed(r, "extended") for r in own] + [_renamed(r, "alone") for r in plain]
+    for dataset, method, parents in dict.fromkeys(_key(r) for r in extended):
+        marked = extended_and_alone(evidence, dataset, method, parents)
         gain = difference(marked, "extended", "alone")
         rows.append(
             (
@@ -107,6 +103,21 @@ def extension_section(evidence: Evidence) -> Section | None:
             Table(titles, tuple(rows), commands(extended)),
         ),
     )
+
+
+def extended_and_alone(evidence: Evidence, dataset: str, method: str, parents: tuple[str, ...]) -> list[RightAnswers]:
+    """Trainings of a method on a dataset, as two methods: `extended` for those with these parents, `alone` without."""
+    names = {(dataset, method, parents): "extended", (dataset, method, ()): "alone"}
+    return [_renamed(r, names[_key(r)]) for r in _of_fine_labels(evidence) if _key(r) in names]
+
+
+def _of_fine_labels(evidence: Evidence) -> list[Record]:
+    """With all images: trainings with fewer would take the place of those."""
+    return [
+        record
+        for record in evidence.of_kind("training")
+        if record.identity["label"] in (None, "label") and record.identity["per_class"] == evidence.full_size
+    ]
 
 
 def _key(record: Record) -> tuple[str, str, tuple[str, ...]]:
