@@ -25,7 +25,8 @@ from vit_memory.data.decoding import decode
 from vit_memory.errors import DamagedFile, FileError, RequestFailed, ServingError, UnknownTask
 from vit_memory.serving import client as client_module
 from vit_memory.serving.app import create_app
-from vit_memory.serving.client import LONGEST_WAIT_S, _encode
+from vit_memory.serving.client import LONGEST_WAIT_S
+from vit_memory.serving.client_uploads import encode_image
 from vit_memory.serving.settings import Settings
 from vit_memory.serving.task_set import TaskSet
 
@@ -249,7 +250,7 @@ def test_an_image_of_pillow_arrives_with_its_own_pixels(mode):
     if mode == "P":
         plain.putpalette(image.getpalette())
     plain.save(file, "TIFF")
-    assert (decode(_encode(image), "sent") == decode(file.getvalue(), "plain")).all()
+    assert (decode(encode_image(image), "sent") == decode(file.getvalue(), "plain")).all()
 
 
 def test_what_is_no_image_or_no_task_is_refused_before_anything_is_sent(call, tmp_path):

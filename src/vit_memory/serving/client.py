@@ -6,7 +6,6 @@ never waits for an event loop and so ends in its first step. httpx is imported w
 
 import asyncio
 import functools
-import io
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -14,17 +13,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import quote, urlsplit
 
-from vit_memory.errors import FileError, RequestFailed, ServingError
+from vit_memory.errors import RequestFailed, ServingError
 from vit_memory.serving.client_answers import Answers, ServedTasks, TaskInfo
+from vit_memory.serving.client_uploads import image_file, upload_of
 
 if TYPE_CHECKING:
     import httpx
-    from PIL.Image import Image
 
     from vit_memory.branch import Branch
+    from vit_memory.serving.client_uploads import ImageSource
     from vit_memory.task import Task
-
-    ImageSource = str | Path | bytes | Image  # a file's path, a file's bytes, or an image of Pillow
 
 LONGEST_WAIT_S = 30.0  # between two attempts, whatever Retry-After says
 _P = ParamSpec("_P")
@@ -71,7 +69,7 @@ class _Calls:
             "POST",
             "/v1/predict",
             params={key: value for key, value in query.items() if value is not None},
-            files=[("images", _image_file(source, i)) for i, source in enumerate(sources, 1)],
+            files=[("images", image_file(source, i)) for i, source in enumerate(sources, 1)],
         )
         return _read(response, Answers.of)
 
@@ -87,7 +85,7 @@ class _Calls:
         One of the same name is refused, unless `replace`; with `if_match`, it is replaced only if its digest is still
         that one.
         """
-        kind, name, content = _upload(source)
+        kind, name, content = upload_of(source)
         headers = {"Content-Type": "application/octet-stream"}
         if if_match is not None:
             headers["If-Match"] = f'"{if_match}"'
@@ -270,56 +268,6 @@ def _listed(names: Sequence[str] | None) -> str | None:
     if isinstance(names, str):
         raise ServingError(f"names of tasks are {names!r}; give a list: [{names!r}].")
     return None if names is None else ",".join(names)
-
-
-def _image_file(source: Any, number: int) -> tuple[str, bytes]:
-    """The name and the bytes of an image."""
-    if isinstance(source, str | Path):
-        return Path(source).name, _read_file(Path(source))
-    if isinstance(source, bytes | bytearray | memoryview):
-        return f"image {number}", bytes(source)
-    if hasattr(source, "save") and hasattr(source, "mode"):  # Pillow's, which need not be imported for this
-        return f"image {number}", _encode(source)
-    raise ServingError(
-        f"image {number} is a {type(source).__name__}; expected a path, the bytes of a file, or an image of Pillow."
-    )
-
-
-def _encode(image: "Image") -> bytes:
-    """An image of Pillow as a file without loss; its pixels as they are, so without their EXIF orientation."""
-    file = io.BytesIO()
-    # PNG holds neither CMYK nor floating point; TIFF does.
-    kind = "PNG" if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else "TIFF"
-    copy = image.copy()
-    copy.info = {key: value for key, value in image.info.items() if key == "transparency"}
-    copy.save(file, kind, compress_level=1) if kind == "PNG" else copy.save(file, kind)
-    return file.getvalue()
-
-
-def _upload(source: Any) -> tuple[str, str, bytes]:
-    """Where a task or branch is put: its kind in addresses, its name, and its file."""
-    # Here, so that a client that only predicts does not wait for torch.
-    from vit_memory.branch import Branch  # noqa: PLC0415
-    from vit_memory.files.branchfile import branch_bytes, branch_from_bytes, is_branch_file  # noqa: PLC0415
-    from vit_memory.files.taskfile import task_bytes, task_from_bytes  # noqa: PLC0415
-    from vit_memory.task import Task  # noqa: PLC0415
-
-    if isinstance(source, Task):
-        return "tasks", source.name, task_bytes(source)
-    if isinstance(source, Branch):
-        return "branches", source.name, branch_bytes(source)
-    path = Path(source)
-    content = _read_file(path)  # parsed too, so that a damaged file is not sent
-    if is_branch_file(path):
-        return "branches", branch_from_bytes(bytearray(content), str(path)).name, content
-    return "tasks", task_from_bytes(bytearray(content), str(path)).name, content
-
-
-def _read_file(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read, {error.strerror}.") from error
 
 
 def _retry_after_s(response: "httpx.Response") -> float:
