@@ -193,7 +193,8 @@ def test_workers_add_up_whichever_is_asked_and_the_dead_keep_their_counts_but_no
             task_set("pets").version,
         }
 
-        workers[0].kill()
+        workers[0].process.kill()
+        os.waitid(os.P_PID, workers[0].process.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table
         shown = workers[1].run("queue = 3")
         assert shown["vit_memory_task_images_total", "pets"] == 2
         assert shown["vit_memory_queue_images",] == 3

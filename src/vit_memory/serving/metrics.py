@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -215,18 +216,24 @@ class _Workers(Collector):
             yield psutil.Process(), self._own
             return
         for path in sorted(self._folder.glob("worker_*.json")):
-            try:
+            with suppress(FileNotFoundError):  # another worker was asked at the same time, and removed it
                 worker = json.loads(path.read_bytes())
-                process = psutil.Process(worker["pid"])
-                if abs(process.create_time() - worker["started"]) < 1:  # else another process has its number now
+                process = _process(worker["pid"], worker["started"])
+                if process is not None:
                     yield process, worker
                     continue
-            except FileNotFoundError:  # another worker was asked too, and removed it
-                continue
-            except psutil.Error:
-                pass
-            mark_process_dead(worker["pid"], str(self._folder))  # type: ignore[no-untyped-call]
-            path.unlink(missing_ok=True)
+                mark_process_dead(worker["pid"], str(self._folder))  # type: ignore[no-untyped-call]
+                path.unlink()
+
+
+def _process(pid: int, started: float) -> Any:
+    """A process that lives and began then; None if it has ended, also if another one has its number now."""
+    try:
+        process = psutil.Process(pid)
+        same = abs(process.create_time() - started) < 1
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.Error:
+        return None
 
 
 class _SharedMetrics(Collector):
