@@ -33,7 +33,7 @@ class PlainBackbone(litserve.LitAPI):
         self.transform = EvalTransform(self.backbone.preprocessing)
         self.heads = [nn.Linear(self.backbone.width, CLASSES) for _ in range(self.passes)]
 
-    def decode_request(self, request: Any, **kwargs: Any) -> Tensor:
+    def decode_request(self, request, **kwargs):  # annotations would tell LitServe what to expect
         """The image of a form."""
         pixels = self.transform(decode(request["image"].file.read(), "image"))
         return self.transform.normalised(pixels[None])[0]
@@ -62,5 +62,6 @@ class PlainBackbone(litserve.LitAPI):
 
 
 if __name__ == "__main__":
-    server = litserve.LitServer(PlainBackbone(sys.argv[1], int(sys.argv[3])), accelerator="cpu", workers_per_device=1)
+    api = PlainBackbone(sys.argv[1], int(sys.argv[3]))
+    server = litserve.LitServer(api, accelerator="cpu", workers_per_device=1, timeout=False)
     server.run(host="127.0.0.1", port=int(sys.argv[2]), generate_client_file=False, log_level="warning")
