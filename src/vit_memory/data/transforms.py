@@ -9,7 +9,7 @@ All randomness comes from a seed per image, so the same seed gives the same view
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import get_args
 
 import numpy as np
@@ -175,15 +175,22 @@ def normalised(batch: Tensor, preprocessing: Preprocessing) -> Tensor:
     With numpy, one image at a time: torch's threads would wait for cores that worker processes use, and numpy allocates
     large arrays in huge pages; without them, the first access to a batch costs four times its arithmetic.
     """
-    unit = 1 / 255 if batch.dtype == torch.uint8 else 1.0
-    mean, std = (np.array(values, np.float32)[:, None, None] for values in (preprocessing.mean, preprocessing.std))
-    scale, shift = unit / std, -mean / std
+    scale, shift = _scale_and_shift(
+        preprocessing.mean, preprocessing.std, 1 / 255 if batch.dtype == torch.uint8 else 1.0
+    )
     result = np.empty(tuple(batch.shape), np.float32)
     for i, pixels in enumerate(batch.numpy()):
         result[i] = pixels
         result[i] *= scale
         result[i] += shift
     return torch.from_numpy(result)
+
+
+@cache
+def _scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], unit: float) -> tuple[np.ndarray, np.ndarray]:
+    """What pixels are multiplied by, then shifted by, each (3, 1, 1)."""
+    means, stds = (np.array(values, np.float32)[:, None, None] for values in (mean, std))
+    return unit / stds, -means / stds
 
 
 def _scale_box(box: Box, y_scale: float, x_scale: float, height: int, width: int) -> Box:

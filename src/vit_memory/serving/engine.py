@@ -28,6 +28,7 @@ from vit_memory.files.bundle import Bundle
 from vit_memory.joining import JoinPlan
 from vit_memory.model import MemoryViT
 from vit_memory.serving.answers import Answer, OriginalAnswer
+from vit_memory.serving.decode_pool import DecodePool
 from vit_memory.serving.image_input import as_image_error, read_image, warm_up
 from vit_memory.serving.model_thread import ModelThread
 from vit_memory.serving.options import EngineOptions
@@ -88,11 +89,11 @@ class Engine:
         self._changing = asyncio.Lock()
         self._stopped = asyncio.Event()
         workers = self.options.decode_threads or max(1, default_workers())
-        self._decoders = ThreadPoolExecutor(workers, "decode", initializer=_one_torch_thread)
+        self._decoders = DecodePool(workers, self._read)
         self._preparer = ThreadPoolExecutor(1, "prepare", initializer=_one_torch_thread)
         self._model_thread.start()
         try:
-            await self._loop.run_in_executor(self._decoders, warm_up, [way for way, _ in self._task_set.groups])
+            await self._loop.run_in_executor(self._preparer, warm_up, [way for way, _ in self._task_set.groups])
             await self._prepare(self._task_set, self._task_set.groups or [(None, frozenset())])
         except BaseException:
             await self.close()
@@ -179,7 +180,7 @@ class Engine:
         self._running.add(request.future)
         timer = loop.call_later(timeout, self._expire, request, timeout)
         try:
-            self._decoders.submit(self._read, request)
+            self._decoders.submit(request)
             return await request.future
         except asyncio.CancelledError as error:
             raise self._refused("cancelled", error) from None
@@ -331,9 +332,7 @@ class Engine:
             return
         ready = time.monotonic()
         request.decode_seconds = ready - started
-        for part in parts:
-            part.ready = ready
-        self._queue.put(parts)
+        self._queue.put(parts, ready)
 
     def _call(self, callback: Callable[..., object], *arguments: object) -> None:
         """Run something on the event loop."""

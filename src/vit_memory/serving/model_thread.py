@@ -18,9 +18,9 @@ from vit_memory.backbone import Backbone
 from vit_memory.data.transforms import view_size
 from vit_memory.evaluation.comparisons import library_output
 from vit_memory.joining import JoinPlan, PassShape
-from vit_memory.parallel import ChunkThreads
 from vit_memory.preprocessing import Preprocessing
-from vit_memory.serving.passes import Pass, chunk_shapes, explain_part, run_pass
+from vit_memory.serving.compute_threads import ComputeThreads
+from vit_memory.serving.passes import Pass, chunk_shapes, explain_part, run_pass, tokens_per_image
 from vit_memory.serving.queueing import BatchQueue
 from vit_memory.serving.requests import Part, PartResult
 from vit_memory.serving.task_set import Group, TaskSet
@@ -48,10 +48,11 @@ class ModelThread:
         at_end: Callable[[], None],
     ) -> None:
         self._queue, self._backbone, self._plan = queue, backbone, plan
-        self._pool = ChunkThreads(backbone.device, threads)
+        self._threads = ComputeThreads(backbone.device, threads)
         self._on_pass, self._on_explained = on_pass, on_explained
         self._on_cost, self._at_end = on_cost, at_end
         self._to_measure: tuple[TaskSet, list[float]] | None = None
+        self._idle_work = True
         self._pass_seconds = self._proof_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
 
@@ -65,18 +66,18 @@ class ModelThread:
 
     def prepare_for(self, task_set: TaskSet, max_batch: int) -> None:
         """In idle moments, prove the join plan of passes with all tasks of this version, and measure their cost."""
-        self._plan.plan_ahead(_shapes(task_set, max_batch, self._pool.threads))
+        self._plan.plan_ahead(_shapes(task_set, max_batch, self._threads))
         self._to_measure = task_set, []
 
     def answer_blank(self, task_set: TaskSet, groups: Sequence[Group]) -> None:
         """Answer a blank image for each of these groups of tasks. In this thread, as a job."""
         for preprocessing, names in groups:
-            ordered = [name for name in task_set.tasks if name in names]
-            self._pool.map(partial(task_set.model, tasks=ordered), [_blank(task_set, preprocessing)])
+            compute = partial(task_set.model, tasks=[name for name in task_set.tasks if name in names])
+            self._threads.map(compute, [_blank(self._backbone, _size(self._backbone, preprocessing))])
 
     def _run(self) -> None:
-        torch.set_num_threads(self._pool.threads)  # of this thread; the pool changes it for each batch
-        with self._pool:
+        with self._threads:
+            self._use_idle_moment()
             while True:
                 work = self._queue.take(self._patience())
                 if work is None:
@@ -85,62 +86,76 @@ class ModelThread:
                     work()
                 elif work:
                     self._compute(work)
-                elif self._plan.has_work:
-                    self._prove()
                 else:
-                    self._measure()
+                    self._use_idle_moment()
                 del work  # it would keep an old version alive until the next batch
         self._at_end()
 
+    def _use_idle_moment(self) -> None:
+        try:
+            if self._plan.has_work:
+                self._prove()
+            elif self._to_measure is not None:
+                self._measure(self._to_measure)
+            else:
+                self._compare_threads()
+        except Exception:  # requests are answered without any of it
+            log.exception("work for idle moments failed; it is left out from now on")
+            self._idle_work = False
+
     def _compute(self, batch: list[Part]) -> None:
-        done = run_pass(batch, self._pool)
+        done = run_pass(batch, self._threads)
         self._on_pass(done)
         if any(part.explain for part in batch):
             for part, result in done.results():
                 if part.explain:  # as jobs: other batches need not wait for all of them
                     self._queue.run(partial(self._explain, part, result))
         self._pass_seconds += done.seconds
-        if self._proof_seconds < _PROOF_SHARE * self._pass_seconds:
-            self._prove()
+        if self._idle_work and self._plan.has_work and self._proof_seconds < _PROOF_SHARE * self._pass_seconds:
+            self._use_idle_moment()
 
     def _explain(self, part: Part, result: PartResult) -> None:
         if not part.request.given_up:
-            self._on_explained(part, explain_part(part, result, self._pool))
+            self._on_explained(part, explain_part(part, result, self._threads))
 
     def _patience(self) -> float | None:
+        if not self._idle_work:
+            return None
         if self._plan.has_work:
             return 0.0
-        return None if self._to_measure is None else _QUIET
+        return _QUIET if self._to_measure is not None or self._threads.should_compare else None
 
     def _prove(self) -> None:
         started = time.monotonic()
         self._plan.prove_next()
         self._proof_seconds += time.monotonic() - started
 
-    def _measure(self) -> None:
+    def _compare_threads(self) -> None:
+        if self._threads.should_compare:
+            size = self._backbone.roles.image_size
+            compute = partial(library_output, self._backbone, _blank(self._backbone, size))
+            self._threads.compare(compute, tokens_per_image(self._backbone, size))
+
+    def _measure(self, measured: tuple[TaskSet, list[float]]) -> None:
         """Time one pass with all tasks that share a preprocessing and one without any, on a blank image."""
-        measured = self._to_measure
-        if measured is None:
-            return
         task_set, ratios = measured
         preprocessing, names = task_set.groups[0] if task_set.groups else (None, frozenset())
-        ordered = [name for name in task_set.tasks if name in names]
-        image = _blank(task_set, preprocessing)
+        image = _blank(self._backbone, _size(self._backbone, preprocessing))
 
         def seconds(compute: Callable[[torch.Tensor], object]) -> float:
             started = time.perf_counter()
-            self._pool.map(compute, [image])
+            self._threads.map(compute, [image])
             return time.perf_counter() - started
 
-        plain = seconds(lambda x: library_output(self._backbone, x))
-        ratios.append(seconds(lambda x: task_set.model(x, ordered)) / plain)
+        plain = seconds(partial(library_output, self._backbone))
+        ratios.append(seconds(partial(task_set.model, tasks=[n for n in task_set.tasks if n in names])) / plain)
         if len(ratios) == _PAIRS:
             self._on_cost(task_set, statistics.median(ratios))
             if self._to_measure is measured:
                 self._to_measure = None
 
 
-def _shapes(task_set: TaskSet, max_batch: int, threads: int) -> list[PassShape]:
+def _shapes(task_set: TaskSet, max_batch: int, threads: ComputeThreads) -> list[PassShape]:
     """The shapes of passes with all tasks that share a preprocessing, for every batch size."""
     model = task_set.model
     chunks = dict.fromkeys(chunk for batch in range(1, max_batch + 1) for chunk in chunk_shapes(batch, threads))
@@ -149,19 +164,20 @@ def _shapes(task_set: TaskSet, max_batch: int, threads: int) -> list[PassShape]:
         for preprocessing, names in task_set.groups
         for images, own_threads in chunks
         for shape in model.pass_shapes(
-            images, _size(task_set, preprocessing), [name for name in task_set.tasks if name in names], own_threads
+            images,
+            _size(model.backbone, preprocessing),
+            [name for name in task_set.tasks if name in names],
+            own_threads,
         )
     ]
 
 
-def _blank(task_set: TaskSet, preprocessing: Preprocessing | None) -> torch.Tensor:
-    backbone = task_set.model.backbone
-    size = _size(task_set, preprocessing)
+def _blank(backbone: Backbone, size: tuple[int, int]) -> torch.Tensor:
     return torch.zeros(1, backbone.roles.channels, *size, dtype=backbone.dtype, device=backbone.device)
 
 
-def _size(task_set: TaskSet, preprocessing: Preprocessing | None) -> tuple[int, int]:
+def _size(backbone: Backbone, preprocessing: Preprocessing | None) -> tuple[int, int]:
     """(height, width) of images preprocessed so; what the backbone was pretrained at where there are many sizes."""
     if preprocessing is not None and (preprocessing.crop or isinstance(preprocessing.resize, tuple)):
         return view_size(preprocessing)
-    return task_set.model.backbone.roles.image_size
+    return backbone.roles.image_size

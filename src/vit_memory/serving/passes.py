@@ -1,7 +1,6 @@
 """One pass over a batch: all tasks that anybody in it asks for, read once. Runs in the model's thread.
 
-A batch of two chunks or more is computed in as many threads, each with one of torch's own (`parallel.py`); a smaller
-one by all of torch's threads together.
+A batch is computed in one chunk or in several, each in a thread of its own (`compute_threads.py`).
 """
 
 import time
@@ -11,9 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from vit_memory.backbone import Backbone
 from vit_memory.evaluation.comparisons import changed_fields, library_output
-from vit_memory.parallel import ChunkThreads, chunk_slices
+from vit_memory.parallel import chunk_slices
 from vit_memory.serving.answers import OriginalAnswer
+from vit_memory.serving.compute_threads import ComputeThreads
 from vit_memory.serving.requests import Part, PartResult
 from vit_memory.serving.task_set import TaskSet
 
@@ -51,7 +52,7 @@ class Pass:
                 yield part, PartResult(outputs, original, len(self.parts), self.seconds)
 
 
-def run_pass(parts: Sequence[Part], pool: ChunkThreads) -> Pass:
+def run_pass(parts: Sequence[Part], threads: ComputeThreads) -> Pass:
     """Answer a batch of parts that share a version and an image size. An exception becomes its `error`."""
     task_set = parts[0].request.task_set
     asked = {name for part in parts for name in part.tasks}
@@ -61,20 +62,24 @@ def run_pass(parts: Sequence[Part], pool: ChunkThreads) -> Pass:
     try:
         images = torch.stack([part.pixels for part in parts if part.pixels is not None])
         task_set.model.prepare(names)  # once, before several threads ask for it
-        slices = list(chunk_slices(len(parts), pool.threads))
-        chunks = pool.map(lambda where: _run_chunk(task_set, images[where], names, check=check), slices)
+        slices = list(chunk_slices(len(parts), threads.threads))
+        chunks = threads.map(lambda where: _run_chunk(task_set, images[where], names, check=check), slices)
     except Exception as error:
         return Pass(parts, names, time.monotonic() - started, error=error)
-    return Pass(parts, names, time.monotonic() - started, list(zip(slices, chunks, strict=True)))
+    seconds = time.monotonic() - started
+    if not check:
+        tokens = tokens_per_image(task_set.model.backbone, images.shape[2:]) + len(names)
+        threads.took(len(parts) * tokens, len(slices), seconds)
+    return Pass(parts, names, seconds, list(zip(slices, chunks, strict=True)))
 
 
-def explain_part(part: Part, result: PartResult, pool: ChunkThreads) -> PartResult | Exception:
+def explain_part(part: Part, result: PartResult, threads: ComputeThreads) -> PartResult | Exception:
     """The result with the explanations that were asked for: one more pass over that image."""
     started = time.monotonic()
     model, pixels = part.request.task_set.model, part.pixels
     assert pixels is not None
     try:
-        (explanations,) = pool.map(
+        (explanations,) = threads.map(
             lambda image: model.explain_tasks(image, part.explain), [pixels.to(model.backbone.device)]
         )
     except Exception as error:
@@ -82,10 +87,17 @@ def explain_part(part: Part, result: PartResult, pool: ChunkThreads) -> PartResu
     return replace(result, explanations=explanations, seconds=result.seconds + time.monotonic() - started)
 
 
-def chunk_shapes(batch: int, threads: int) -> list[tuple[int, int]]:
+def tokens_per_image(backbone: Backbone, size: Sequence[int]) -> int:
+    """The patches of an image of `size` (height, width)."""
+    height, width = backbone.roles.patch_size
+    return (size[0] // height) * (size[1] // width)
+
+
+def chunk_shapes(batch: int, threads: ComputeThreads) -> list[tuple[int, int]]:
     """The (images, torch threads) of the chunks that a batch is computed in."""
-    sizes = [where.stop - where.start for where in chunk_slices(batch, threads)]
-    return [(size, max(1, threads // len(sizes))) for size in sizes]
+    sizes = [where.stop - where.start for where in chunk_slices(batch, threads.threads)]
+    each = threads.single_chunk if len(sizes) == 1 else max(1, threads.threads // len(sizes))
+    return [(size, each) for size in sizes]
 
 
 @torch.no_grad()

@@ -9,8 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import torch
+
 from vit_memory.errors import EngineClosed, QueueFull
 from vit_memory.serving.requests import Part, Request
+from vit_memory.serving.task_set import TaskSet
 
 Job = Callable[[], None]  # work of the model's thread between batches; it must not raise
 
@@ -54,8 +57,10 @@ class BatchQueue:
                     part.pixels = None
             request.parts = []  # each names its request: without the circle, both are freed at once
 
-    def put(self, parts: list[Part]) -> None:
-        """Add decoded images."""
+    def put(self, parts: list[Part], ready: float) -> None:
+        """Add decoded images; `ready` is now, of time.monotonic."""
+        for part in parts:
+            part.ready = ready
         with self._changed:
             self._ready.extend(parts)
             if self._wake_at is not None and len(self._ready) >= self._wake_at:
@@ -115,10 +120,13 @@ class BatchQueue:
         """The oldest image and those that can share its pass, without those given up."""
         batch: list[Part] = []
         others: deque[Part] = deque()
+        first: tuple[TaskSet, torch.Size] | None = None  # parts can share a pass if version and image size are the same
         for part in self._ready:
             if part.pixels is None or part.request.given_up:
                 continue
-            if len(batch) < self._max_batch and (not batch or part.key == batch[0].key):
+            key = part.request.task_set, part.pixels.shape
+            if len(batch) < self._max_batch and (first is None or key == first):
+                first = key
                 part.taken = True
                 batch.append(part)
             else:

@@ -79,12 +79,6 @@ class Part:
     taken: bool = False  # by the model's thread, which needs its pixels
     result: PartResult | None = None
 
-    @property
-    def key(self) -> tuple[TaskSet, tuple[int, ...]]:
-        """Parts with the same key can share a pass: one version, one image size."""
-        assert self.pixels is not None
-        return self.request.task_set, tuple(self.pixels.shape)
-
 
 def split_request(request: Request, tasks: Sequence[str] | None, explain: Sequence[str]) -> None:
     """Give a request its parts, one for each preprocessing that its tasks were trained with, or raise.

@@ -17,7 +17,7 @@ from vit_memory.preprocessing import Preprocessing
 from vit_memory.task import Task
 
 Group = tuple[Preprocessing | None, frozenset[str]]  # tasks whose images are preprocessed alike
-Item = TypeVar("Item", Task, Branch)
+Item = TypeVar("Item", bound=Task | Branch)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +87,8 @@ class TaskSet:
 
 def _in_place(old: Sequence[Item], new: Sequence[Item]) -> list[Item]:
     """The old items with the new ones of the same names in their places, then the other new ones."""
-    by_name, known = {item.name: item for item in new}, {item.name for item in old}
+    by_name = {item.name: item for item in new}
+    known = {item.name for item in old}
     return [*(by_name.get(item.name, item) for item in old), *(item for item in new if item.name not in known)]
 
 
