@@ -6,35 +6,30 @@ Needs `pip install 'vit-memory[serve,browser]'` and a chromium (`apt-get install
 import io
 import re
 import shutil
-import socket
-import threading
-import time
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
 import pytest
-import uvicorn
 from fastapi import FastAPI
 from PIL import Image
 from starlette.testclient import TestClient
+from visits import Visit, serving
 
 from builders import trained, trained_branch
-from vit_memory import Bundle, MemoryViT, load_backbone, save_task
+from vit_memory import MemoryViT, load_backbone, save_task
 from vit_memory.data.decoding import decode
 from vit_memory.data.transforms import EvalTransform
 from vit_memory.predictions import predictions
 from vit_memory.serving import page_routes
-from vit_memory.serving.app import create_app
-from vit_memory.serving.settings import Settings
 
 WIDTHS = (1280, 400)
-WAIT_MS = 20_000  # the machine may be busy
-ARGUMENTS = ["--no-sandbox", "--headless", "--disable-gpu", "--disable-background-networking"]
+ARGUMENTS = [
+    *("--no-sandbox", "--headless", "--disable-gpu", "--disable-background-networking"),
+    *("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"),  # a camera that shows a moving disc
+]
 
 
 @pytest.fixture(scope="module")
@@ -56,31 +51,9 @@ def tasks(backbone):
     ], [branch]
 
 
-@contextmanager
-def serving(folder, tasks, **settings):
-    """A server of a bundle with these tasks; its address."""
-    bundle = Bundle.create(folder, tasks[0][0].backbone, *tasks)
-    app = create_app(bundle, Settings(**settings))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=3))
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            deadline = time.monotonic() + 60
-            while not server.started and thread.is_alive() and time.monotonic() < deadline:
-                time.sleep(0.02)
-            assert server.started
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        finally:
-            app.state.server.stopping = True  # as the command does on SIGTERM: streams of events end
-            server.should_exit = True
-            thread.join(30)
-
-
 @pytest.fixture(scope="module")
 def url(tmp_path_factory, tasks):
-    with serving(tmp_path_factory.mktemp("page") / "zoo", tasks) as address:
+    with serving(tmp_path_factory.mktemp("page") / "zoo", *tasks) as address:
         yield address
 
 
@@ -94,34 +67,6 @@ def browser():
         browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
         yield browser
         browser.close()
-
-
-class Visit:
-    """A page in a browser window of its own, with all that it asked for and complained about."""
-
-    def __init__(self, browser, url, width=1280, scheme="light"):
-        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(WAIT_MS)
-        self.errors, self.requests, self.host = [], [], urlsplit(url).netloc
-        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(url)
-
-    def card(self, name):
-        return self.page.locator(f'#cards [data-task="{name}"]')
-
-    def wait_for_answer(self, name="pets"):
-        self.card(name).locator(".bars, .values").wait_for()
-        self.page.locator("#answers:not([aria-busy])").wait_for()
-
-    def check(self):
-        """Nothing was asked of another host, nothing failed, and nothing is wider than the window."""
-        hosts = {urlsplit(address).netloc for address in self.requests if not address.startswith(("blob:", "data:"))}
-        assert hosts == {self.host}
-        assert self.errors == []
-        assert self.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 @pytest.fixture
@@ -165,7 +110,7 @@ def test_the_page_shows_what_the_model_answers(visit, url, backbone, tasks, phot
     assert {text.split("✓")[1].strip() for text in present} == set(expected["parts"].present)
     values = here.card("height").locator("dd").all_inner_texts()
     assert [float(value) for value in values] == pytest.approx(list(expected["height"].values.values()), rel=1e-3)
-    assert "identical to the bit" in here.page.locator(".card.original").inner_text()
+    here.page.locator(".card.original").get_by_text("identical to the bit").wait_for()
     assert "5 tasks answered in one pass" in here.page.locator("#summary").inner_text()
     here.check()
 
@@ -202,7 +147,7 @@ def test_a_task_is_added_and_removed_without_a_reload(visit, url, backbone, tmp_
     here.wait_for_answer()
     here.page.evaluate("window.sameDocument = true")
     here.page.locator("#task-files").set_input_files(tmp_path / "b.safetensors")
-    assert "one label of 2 · extends pets" in here.page.locator("#chosen-files").inner_text()
+    here.page.locator("#chosen-files").get_by_text("one label of 2 · extends pets").wait_for()
     here.page.get_by_role("button", name="Add to the server").click()
     here.wait_for_answer("birds")
     assert here.card("birds").locator(".new").count() == 1
@@ -240,6 +185,33 @@ def test_a_task_that_somebody_else_adds_appears(visit, url, backbone, tmp_path, 
     here.card("fish").wait_for(state="detached")
 
 
+def test_an_image_can_be_dropped_pasted_or_taken_with_the_camera(visit, url, photo):
+    here = visit(url)
+    here.wait_for_answer()
+    given = """([kind, bytes]) => {
+      const transfer = new DataTransfer();
+      transfer.items.add(new File([new Uint8Array(bytes)], `${kind}.png`, {type: "image/png"}));
+      const event = kind === "drop" ? new DragEvent(kind, {dataTransfer: transfer, bubbles: true, cancelable: true})
+        : new ClipboardEvent(kind, {clipboardData: transfer, bubbles: true, cancelable: true});
+      document.body.dispatchEvent(event);
+    }"""
+    expected = httpx.post(f"{url}v1/predict", files={"image": photo}).json()["images"][0]["tasks"]["height"]["values"]
+    for kind in ("drop", "paste"):
+        with here.page.expect_response(re.compile("v1/predict")) as response:
+            here.page.evaluate(given, [kind, list(photo)])
+        values = response.value.json()["images"][0]["tasks"]["height"]["values"]
+        assert values == pytest.approx(expected, rel=1e-4)
+        here.page.get_by_alt_text(f"The image that was given: {kind}.png").wait_for()
+    here.page.get_by_role("button", name="Camera").click()
+    here.page.wait_for_function("document.getElementById('camera-video').videoWidth > 0")
+    with here.page.expect_response(re.compile("v1/predict")) as response:
+        here.page.get_by_role("button", name="Take it").click()
+    assert response.value.ok
+    here.page.get_by_alt_text("The image that was given: camera.jpg").wait_for()
+    assert here.page.locator("#camera-video").evaluate("video => video.srcObject") is None  # the camera is off again
+    here.check()
+
+
 def test_an_image_that_is_none_is_told_in_plain_words(visit, url):
     here = visit(url)
     here.wait_for_answer()
@@ -254,7 +226,7 @@ def test_an_image_that_is_none_is_told_in_plain_words(visit, url):
 
 def test_the_page_asks_for_tokens_and_forgets_them(visit, tmp_path, tasks, backbone):
     save_task(trained(backbone, "birds"), tmp_path / "birds.safetensors")
-    with serving(tmp_path / "zoo", tasks, token="to-predict", admin_token="to-change") as url:
+    with serving(tmp_path / "zoo", *tasks, token="to-predict", admin_token="to-change") as url:
         here = visit(url)
         for token in ("wrong", "to-predict"):
             here.page.get_by_label("Token", exact=True).fill(token)

@@ -26,21 +26,25 @@ function sealOf(original) {
     return h("p", { class: "seal no", role: "alert" }, h("b", {}, "✗ Changed."),
       " It differs from the backbone alone. That must not happen: please report it.");
   }
+  if (original && !original.unchecked) return h("p", { class: "seal" }, "Comparing it with the backbone alone…");
   return h("p", { class: "seal" }, h("b", {}, "Untouched."), " No task can change it: none of its tokens reads a task.");
 }
 
 /** The card of one task. `answer` is null before the first answer; `choose` shows where the task looked. */
-export function taskCard(task, answer, { chosen, fresh, choose }) {
+export function taskCard(task, answer, { chosen, freshSince, choose }) {
+  const fresh = freshSince !== undefined;
   const explainable = hasClassToken(task);
   const name = explainable
     ? h("button", { type: "button", class: "name", "aria-pressed": String(chosen), click: () => choose(task.name),
         "aria-describedby": "choose-hint", title: `See where ${task.name} looked` }, task.name)
     : h("span", { class: "name" }, task.name);
-  return h("li", { class: `card task${chosen ? " chosen" : ""}${fresh ? " fresh" : ""}`, "data-task": task.name },
+  const card = h("li", { class: `card task${chosen ? " chosen" : ""}${fresh ? " fresh" : ""}`, "data-task": task.name },
     h("h3", {}, name, fresh ? h("span", { class: "new" }, "new") : null),
     h("p", { class: "about" }, about(task)),
     answer ? answerBody(answer) : placeholder(),
-    explainable ? h("p", { class: "look", "aria-hidden": "true" }, chosen ? "shown over the image" : "where did it look?") : null);
+    explainable && answer ? h("p", { class: "look", "aria-hidden": "true" }, chosen ? "shown over the image" : "where did it look?") : null);
+  // Cards are made anew with every answer: an animation under way goes on where it was.
+  return fresh ? styled(card, { "animation-delay": `${freshSince - performance.now()}ms` }) : card;
 }
 
 export function hasClassToken(task) {
@@ -89,5 +93,5 @@ function bars(items) {
 }
 
 function placeholder() {
-  return h("p", { class: "quiet" }, "Give it an image.");
+  return h("p", { class: "quiet" }, "No answer yet.");
 }

@@ -144,7 +144,7 @@ function drawPatches(canvas, patches, [rows, columns], highest) {
 }
 
 // Dark blue to light yellow: lightness alone carries the value, so it reads without colour vision and in grey.
-const HEAT = [[13, 22, 68, 0.62], [38, 70, 140, 0.55], [94, 110, 130, 0.52], [200, 160, 60, 0.62], [255, 226, 80, 0.78]];
+const HEAT = [[13, 22, 68, 0.4], [38, 70, 140, 0.45], [94, 110, 130, 0.5], [200, 160, 60, 0.62], [255, 226, 80, 0.78]];
 
 function heat(value) {
   const place = Math.min(Math.max(value, 0), 1) * (HEAT.length - 1);

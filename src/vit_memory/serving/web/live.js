@@ -11,7 +11,7 @@ export class LiveStatus {
     this.server = server;
     this.onVersion = onVersion;
     this.onLost = onLost;
-    this.tasks = 0;
+    this.served = { tasks: 0, branches: 0 }; // how many
     this.timer = null;
     document.addEventListener("visibilitychange", () => this.start());
   }
@@ -31,6 +31,7 @@ export class LiveStatus {
     } catch (problem) {
       this.onLost(problem.status === 0);
     }
+    clearTimeout(this.timer); // of a request beside this one
     if (!document.hidden) this.timer = setTimeout(() => this.ask(), EVERY_MS);
   }
 
@@ -43,19 +44,20 @@ export class LiveStatus {
   }
 
   /** Bars: the plain backbone, this pass, and a model for every task. */
-  renderCost(tasks = this.tasks) {
-    this.tasks = tasks;
+  renderCost({ tasks, branches } = this.served) {
+    this.served = { tasks, branches };
     const separate = tasks + 1;
+    const extra = branches ? [count(branches, "branch", "branches")] : [];
     const rows = [
       { name: "the backbone alone", factor: 1, style: "plain" },
-      { name: `this pass: ${count(tasks, "task")} and the original output`, factor: this.cost ?? null, style: "ours" },
+      { name: `this pass: ${listed([count(tasks, "task"), ...extra, "the original output"])}`, factor: this.cost ?? null, style: "ours" },
       { name: `${count(tasks, "model")} of their own, and the original`, factor: separate, style: "apart" },
     ];
     const longest = Math.max(separate, this.cost ?? 1);
     byId("cost-bars").replaceChildren(...rows.map((row) =>
       h("li", { class: row.style }, h("span", { class: "label" }, row.name),
         h("span", { class: "share" }, row.factor === null ? "not measured yet" : times(row.factor)),
-        styled(h("span", { class: "bar", "aria-hidden": "true" }), { "--share": (row.factor ?? 0) / longest }))));
+        row.factor === null ? null : styled(h("span", { class: "bar", "aria-hidden": "true" }), { "--share": row.factor / longest }))));
   }
 
   /** The time of the last answer, by stage. */

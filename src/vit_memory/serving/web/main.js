@@ -2,6 +2,7 @@
 
 import { AttentionView } from "./attention.js";
 import { hasClassToken, originalCard, taskCard } from "./answers.js";
+import { preprocessingOf } from "./crop.js";
 import { byId, setText } from "./elements.js";
 import { watchImageInput } from "./image_input.js";
 import { LiveStatus } from "./live.js";
@@ -23,7 +24,7 @@ const state = {
   answer: null, // the whole answer of POST /v1/predict for the image
   chosen: null, // name of the task that is explained
   explanations: new Map(), // image, task and digest -> explanation
-  fresh: new Set(), // names of tasks that appeared a moment ago
+  fresh: new Map(), // tasks that appeared a moment ago, and when
   filter: "",
   predicting: null, // AbortController of the running request
 };
@@ -60,7 +61,7 @@ function markChanges(before, after) {
   const digest = new Map(before.tasks.map((task) => [task.name, task.digest]));
   const fresh = after.tasks.filter((task) => digest.get(task.name) !== task.digest).map((task) => task.name);
   const gone = before.tasks.filter((task) => !after.tasks.some((other) => other.name === task.name));
-  for (const name of fresh) state.fresh.add(name);
+  for (const name of fresh) state.fresh.set(name, performance.now());
   if (fresh.length) setTimeout(() => (fresh.forEach((name) => state.fresh.delete(name)), renderAnswers()), FRESH_MS);
   const words = [...fresh.map((name) => `Task ${name} was added.`), ...gone.map((task) => `Task ${task.name} was removed.`)];
   if (words.length) announce(words.join(" "));
@@ -70,16 +71,24 @@ function taskNamed(name) {
   return state.catalogue.tasks.find((task) => task.name === name);
 }
 
+/** One pass, unless tasks were trained on images of different sizes: then one for each. */
+function passes() {
+  const { backbone, tasks } = state.catalogue;
+  const sizes = new Set(tasks.map((task) => JSON.stringify(preprocessingOf(task, backbone))));
+  return sizes.size > 1 ? `${sizes.size} passes, one for each image size` : "one pass";
+}
+
 function renderCatalogue() {
   const { backbone, tasks, branches, version } = state.catalogue;
   setText(byId("heading-tasks"), tasks.length ? count(tasks.length, "task") : "any number of tasks");
+  setText(byId("heading-passes"), passes());
   setText(byId("backbone-facts"), `${backbone.name}: ${rough(backbone.parameters)} frozen parameters, ${count(backbone.depth, "block")}`);
   setText(byId("version"), `${count(tasks.length, "task")}, ${count(branches.length, "branch", "branches")}, version ${version}`);
   byId("filter-field").hidden = tasks.length < FILTER_FROM;
   byId("legend-branch").hidden = !branches.length;
   byId("legend-parent").hidden = !tasks.some((task) => task.parents.length);
   manager.render(state.catalogue);
-  live.renderCost(tasks.length);
+  live.renderCost({ tasks: tasks.length, branches: branches.length });
   renderAnswers();
   renderGraph();
 }
@@ -108,7 +117,7 @@ async function predict() {
   byId("answers").setAttribute("aria-busy", "true");
   byId("graph").classList.add("running");
   try {
-    const answer = await server.predict(image.file, { checkOriginal: true, signal: controller.signal });
+    const answer = await server.predict(image.file, { signal: controller.signal });
     if (state.image !== image) return;
     state.answer = answer;
     byId("problem").hidden = true;
@@ -118,11 +127,12 @@ async function predict() {
     renderGraph();
     live.ask();
     versionSeen(answer.version);
-    if (state.chosen) await explain();
+    await Promise.all([checkOriginal(image, answer, controller.signal), state.chosen ? explain() : null]);
   } catch (error) {
     if (error.name !== "AbortError") {
       state.answer = null;
       attention.show(null, null);
+      setText(byId("summary"), "");
       renderAnswers();
       showProblem(error);
     }
@@ -134,11 +144,22 @@ async function predict() {
   }
 }
 
+/** Compare the original output with the backbone alone; apart, so that the time shown is that of the pass. */
+async function checkOriginal(image, answer, signal) {
+  try {
+    const checked = await server.predict(image.file, { checkOriginal: true, signal });
+    if (state.answer !== answer) return;
+    answer.images[0].original = checked.images[0].original;
+  } catch {
+    answer.images[0].original.unchecked = true;
+  }
+  renderAnswers();
+}
+
 function sayAnswers(answer) {
   const { tasks, stages_ms: stages } = answer.images[0];
   const number = Object.keys(tasks).length;
-  const untouched = answer.images[0].original.identical ? ", the original output untouched" : "";
-  setText(byId("summary"), `${count(number, "task")} answered in one pass of ${milliseconds(stages.compute)}${untouched}.`);
+  setText(byId("summary"), `${count(number, "task")} answered in ${passes()}: ${milliseconds(stages.compute)}.`);
   const words = Object.entries(tasks).slice(0, 8).map(([name, task]) => `${name}: ${shortAnswer(task)}`);
   announce(`${words.join(". ")}${number > 8 ? `, and ${number - 8} more` : ""}.`);
 }
@@ -152,7 +173,7 @@ function renderAnswers() {
   byId("cards").replaceChildren(
     originalCard(image?.original ?? null, backbone),
     ...shown.map((task) => taskCard(task, image?.tasks[task.name] ?? null,
-      { chosen: task.name === state.chosen, fresh: state.fresh.has(task.name), choose: toggle })),
+      { chosen: task.name === state.chosen, freshSince: state.fresh.get(task.name), choose: toggle })),
   );
   if (focused) byId("cards").querySelector(`[data-task="${CSS.escape(focused)}"] button`)?.focus({ preventScroll: true });
 }
@@ -221,7 +242,7 @@ function showProblem(problem) {
   const wait = problem.retryAfter ? ` Try again in ${count(problem.retryAfter, "second")}.` : "";
   setText(byId("problem-detail"), `${problem.detail ?? problem.message}${wait}`);
   setText(byId("problem-id"), problem.requestId ? `Request ${problem.requestId}` : "");
-  byId("retry").hidden = !state.image;
+  byId("retry").hidden = state.image !== null && problem.status >= 400 && problem.status < 500 && problem.status !== 429;
   byId("problem").hidden = false;
 }
 
@@ -231,7 +252,7 @@ function showLost(lost) {
 
 // -------------------------------------------------------------------------------------------------------------- start
 
-async function start() {
+function start() {
   server.token = keptToken("token");
   const admin = byId("admin-token");
   admin.value = keptToken("admin") ?? "";
@@ -241,7 +262,7 @@ async function start() {
   const remember = () => keepToken("admin", keep.checked ? admin.value : null);
   keep.addEventListener("change", remember);
   admin.addEventListener("change", remember);
-  byId("retry").addEventListener("click", () => predict());
+  byId("retry").addEventListener("click", () => (state.image ? predict() : begin()));
   byId("filter").addEventListener("input", (event) => {
     state.filter = event.target.value.trim().toLowerCase();
     renderAnswers();
@@ -253,13 +274,17 @@ async function start() {
     onTaskFiles: (files) => manager.takeFiles(files),
     onProblem: (title, detail) => showProblem({ title, detail }),
   });
+  begin();
+}
 
+async function begin() {
   try {
     await loadTasks();
   } catch (problem) {
     showProblem(problem);
     return;
   }
+  byId("problem").hidden = true;
   live.start();
   watchEvents();
   const first = state.catalogue.tasks.find((task) => hasClassToken(task) && task.cells) ?? state.catalogue.tasks.find(hasClassToken);

@@ -4,11 +4,11 @@ import { h } from "./elements.js";
 
 const SIDE = 256;
 // Two handwritten digits of the UCI set that scikit-learn ships: 8 × 8 pixels from 0 (blank) to g (16, ink).
-const THREE = "00dgg50005f6bd000022d800004gf200003bfg5000002fb000349g6000fgga00";
+const SIX = "002g8000008f500002g7000003g7510007gggf3005gc4ae000ed5af0003dgg70";
 const SEVEN = "003dgf6000dd9ga000g90e6000e26f000005ff60000gfa20000db000004g7000";
 
 export const SAMPLES = [
-  { name: "three", label: "A handwritten three on a dark flower", draw: (c) => digit(c, THREE, flower, "#ffe9d6") },
+  { name: "six", label: "A handwritten six on petals", draw: (c) => digit(c, SIX, petals, "#ffe9d6") },
   { name: "seven", label: "A handwritten seven on dark mountains", draw: (c) => digit(c, SEVEN, mountains, "#e4f0ff") },
   { name: "flower", label: "A flower", draw: flower },
   { name: "mountains", label: "Mountains and a lake", draw: mountains },
@@ -31,15 +31,32 @@ export function sampleFile(sample) {
 
 function digit(c, pixels, background, ink) {
   background(c);
-  c.fillStyle = "rgba(8, 10, 16, .72)";
+  c.fillStyle = "rgba(0, 0, 0, .75)"; // as dark as the photographs behind the digits of vit-memory demo
   c.fillRect(0, 0, SIDE, SIDE);
   const small = h("canvas", { width: 10, height: 10 }); // a blank pixel around it: no hard edges when it is enlarged
   const image = new ImageData(8, 8);
-  const [red, green, blue] = [1, 3, 5].map((i) => parseInt(ink.slice(i, i + 2), 16));
-  for (let i = 0; i < 64; i++) image.data.set([red, green, blue, (parseInt(pixels[i], 17) / 16) * 255], 4 * i);
+  for (let i = 0; i < 64; i++) image.data.set([255, 255, 255, (parseInt(pixels[i], 17) / 16) * 255], 4 * i);
   small.getContext("2d").putImageData(image, 1, 1);
-  c.imageSmoothingQuality = "high";
-  c.drawImage(small, -12, -12, 280, 280);
+  const large = h("canvas", { width: SIDE, height: SIDE });
+  const context = large.getContext("2d", { willReadFrequently: true });
+  context.imageSmoothingQuality = "high";
+  context.drawImage(small, -12, -12, 280, 280);
+  const stroke = context.getImageData(0, 0, SIDE, SIDE);
+  const [red, green, blue] = [1, 3, 5].map((k) => parseInt(ink.slice(k, k + 2), 16));
+  for (let k = 0; k < stroke.data.length; k += 4) {
+    const edge = Math.min(1, Math.max(0, (stroke.data[k + 3] / 255 - 0.4) / 0.35)); // enlarged 28 times, edges are a blur
+    stroke.data.set([red, green, blue, 255 * edge * edge * (3 - 2 * edge)], k);
+  }
+  context.putImageData(stroke, 0, 0);
+  c.drawImage(large, 0, 0);
+}
+
+function petals(c) {
+  c.save();
+  c.scale(3.2, 3.2);
+  c.translate(-120, -20);
+  flower(c);
+  c.restore();
 }
 
 function flower(c) {

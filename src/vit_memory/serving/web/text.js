@@ -7,6 +7,7 @@ export const KINDS = { "single-label": "one label", "multi-label": "several labe
 export function percent(share) {
   const value = 100 * share;
   if (value > 0 && value < 0.1) return `<${THIN}0.1${THIN}%`;
+  if (value === 0) return `0${THIN}%`;
   const near = value > 99 && value < 100; // a confidence of 99.7 % is not certainty
   return `${value < 1 || near ? Math.min(value, 99.9).toFixed(1) : Math.round(value)}${THIN}%`;
 }
