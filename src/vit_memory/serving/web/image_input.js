@@ -86,6 +86,8 @@ async function openCamera(media, onImage, onProblem) {
     onProblem("The camera is not available", denied ? "The browser was not allowed to use it." : error.message);
     return;
   }
+  shutter.disabled = true; // until there is a picture to take
+  video.addEventListener("loadeddata", () => (shutter.disabled = false), { once: true });
   video.srcObject = stream;
   const shoot = () => {
     const canvas = h("canvas", { width: video.videoWidth, height: video.videoHeight });
