@@ -17,10 +17,13 @@ if TYPE_CHECKING:
         BadImage,
         DamagedFile,
         DataError,
+        DeadlinePassed,
+        EngineClosed,
         FileError,
         GraphError,
         ImageError,
         NewerFormat,
+        QueueFull,
         RequestFailed,
         ServingError,
         TaskError,
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from vit_memory.preprocessing import Preprocessing
     from vit_memory.read_out import ReadOut
     from vit_memory.serving.client import AsyncClient, Client
+    from vit_memory.serving.engine import Engine
+    from vit_memory.serving.options import EngineOptions
     from vit_memory.task import BranchRef, Task, TaskRecord, new_task
     from vit_memory.training.cache import Cache
     from vit_memory.training.callbacks import Callbacks, Progress
@@ -67,6 +72,10 @@ __all__ = [
     "DamagedFile",
     "DataError",
     "Dataset",
+    "DeadlinePassed",
+    "Engine",
+    "EngineClosed",
+    "EngineOptions",
     "Explanation",
     "FileError",
     "FitResult",
@@ -79,6 +88,7 @@ __all__ = [
     "Outputs",
     "Preprocessing",
     "Progress",
+    "QueueFull",
     "RateFactors",
     "ReadOut",
     "Recipe",
@@ -122,6 +132,8 @@ _HOMES = {
     "outputs": ("Original", "Outputs"),
     "preprocessing": ("Preprocessing",),
     "serving.client": ("AsyncClient", "Client"),
+    "serving.engine": ("Engine",),
+    "serving.options": ("EngineOptions",),
     "task": ("BranchRef", "Task", "TaskRecord", "new_task"),
     "training.cache": ("Cache",),
     "training.callbacks": ("Callbacks", "Progress"),

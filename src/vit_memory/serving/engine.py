@@ -2,10 +2,8 @@
 
 An image is admitted on the event loop, decoded and preprocessed in a thread of the decoding pool, computed in the
 model's thread together with others, and answered on the event loop: one call back to the loop per batch. The set of
-tasks is an immutable version (`task_set.py`); a request keeps the one it was admitted with.
-
-    async with Engine(Bundle.open("my-bundle")) as engine:
-        answer = await engine.predict(Path("cat.jpg").read_bytes(), tasks=["pets"])
+tasks is an immutable version (`task_set.py`); a request keeps the one it was admitted with. docs/design/serving.md says
+why.
 """
 
 import asyncio
@@ -50,6 +48,13 @@ class Engine:
 
     Use it as an async context, on one event loop, once. Answers are those of `model(image)` alone to rounding,
     whatever shares the batch.
+
+    >>> import asyncio
+    >>> async def answer():
+    ...     async with Engine(MemoryViT(backbone, [new_task(backbone, "pets", ["cat", "dog"])])) as engine:
+    ...         return await engine.predict(torch.zeros(3, 32, 32), tasks=["pets"])
+    >>> tuple(asyncio.run(answer()).outputs["pets"].shape)
+    (2,)
     """
 
     def __init__(
