@@ -31,11 +31,11 @@ def bearer(token):
 
 
 @contextmanager
-def client_of(source=None, *, token=None, **settings):
-    """A client of an application in this process; errors of ours reach the test instead of becoming a 500."""
+def client_of(source=None, *, tokens=(None, None), sent=None, **settings):
+    """A client of an application in this process, with a token to predict and one to change tasks; it sends `sent`."""
     source = MemoryViT(backbone(), zoo()) if source is None else source
-    with TestClient(create_app(source, Settings(**settings), backbone=backbone())) as client:
-        client.headers.update(bearer(token) if token else {})
+    app = create_app(source, Settings(*tokens, **settings), backbone=backbone())
+    with TestClient(app, headers=bearer(sent) if sent else None) as client:
         yield client
 
 

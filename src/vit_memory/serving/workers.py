@@ -20,6 +20,7 @@ from vit_memory.errors import ServingError
 Plan = TypeVar("Plan")
 Work = Callable[[Plan, socket.socket, Callable[[], None]], None]  # calls the last one when it answers requests
 _LOOK_EVERY_S = 0.2
+_READY = "ready"
 _context = get_context("spawn")  # a copy of a process with threads would inherit locks that nobody releases
 log = logging.getLogger(__name__)
 
@@ -32,15 +33,19 @@ class _Worker:
         self.process = _context.Process(target=_run, args=(work, plan, listener, theirs), daemon=False)
         self.process.start()
         theirs.close()
+        self._ready = False
 
     def was_ready(self) -> bool:
         """Whether it ever answered requests; also after its end."""
         try:
-            return self._pipe.poll()
-        except OSError:
-            return False
+            while not self._ready and self._pipe.poll():
+                self._ready = self._pipe.recv() == _READY
+        except (EOFError, OSError):  # it has ended without a word
+            pass
+        return self._ready
 
     def close(self) -> None:
+        """Wait for its end."""
         self.process.join()
         self._pipe.close()
 
@@ -98,4 +103,4 @@ def _run(work: Work[Plan], plan: Plan, listener: socket.socket, parent: Connecti
             os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch_parent, name="parent", daemon=True).start()
-    work(plan, listener, lambda: parent.send("ready"))
+    work(plan, listener, lambda: parent.send(_READY))
