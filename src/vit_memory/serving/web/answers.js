@@ -1,7 +1,7 @@
 // The answers side by side: one card for the original output, one for every task.
 
 import { h, styled } from "./elements.js";
-import { KINDS, count, grouped, listed, measured, percent } from "./text.js";
+import { count, describeTask, grouped, measured, percent } from "./text.js";
 
 /** The card of the original output; `original` is null before the first answer. */
 export function originalCard(original, backbone) {
@@ -40,7 +40,7 @@ export function taskCard(task, answer, { chosen, freshSince, choose }) {
     : h("span", { class: "name" }, task.name);
   const card = h("li", { class: `card task${chosen ? " chosen" : ""}${fresh ? " fresh" : ""}`, "data-task": task.name },
     h("h3", {}, name, fresh ? h("span", { class: "new" }, "new") : null),
-    h("p", { class: "about" }, about(task)),
+    h("p", { class: "about" }, describeTask(task)),
     answer ? answerBody(answer) : placeholder(),
     explainable && answer ? h("p", { class: "look", "aria-hidden": "true" }, chosen ? "shown over the image" : "where did it look?") : null);
   // Cards are made anew with every answer: an animation under way goes on where it was.
@@ -49,13 +49,6 @@ export function taskCard(task, answer, { chosen, freshSince, choose }) {
 
 export function hasClassToken(task) {
   return task.regime !== "head" && task.regime !== "full";
-}
-
-function about(task) {
-  const parts = [KINDS[task.kind] ?? task.kind];
-  if (task.parents.length) parts.push(`extends ${listed(task.parents)}`);
-  if (task.branch) parts.push(`on branch ${task.branch}`);
-  return parts.join(" · ");
 }
 
 function answerBody(answer) {

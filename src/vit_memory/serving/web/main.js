@@ -10,11 +10,11 @@ import { TaskManager } from "./manage.js";
 import { SAMPLES, sampleFile } from "./samples.js";
 import { Server, inWords } from "./server.js";
 import { drawGraph } from "./task_graph.js";
-import { count, milliseconds, rough, shortAnswer } from "./text.js";
-import { askForToken, keepToken, keptToken } from "./tokens.js";
+import { count, milliseconds, rough, shortAnswer, times } from "./text.js";
+import { askForToken, useKeptTokens } from "./tokens.js";
 
 const FRESH_MS = 12_000; // how long a task that appeared is marked as new
-const FILTER_FROM = 13; // tasks from which they can be filtered by name
+const MANY = 13; // tasks from which cards are shorter, and can be filtered by name
 const wide = matchMedia("(min-width: 60rem)");
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -32,7 +32,7 @@ const state = {
 const server = new Server(askForToken);
 const attention = new AttentionView({ onClose: () => choose(null) });
 const manager = new TaskManager(server, { changed: loadTasks });
-const live = new LiveStatus(server, { onVersion: versionSeen, onLost: showLost });
+const live = new LiveStatus(server, { onVersion: statusSeen, onLost: showLost });
 
 // -------------------------------------------------------------------------------------------------------------- tasks
 
@@ -51,6 +51,11 @@ function loadTasks() {
     if (state.image && state.answer?.version !== catalogue.version) await predict();
   });
   return loading;
+}
+
+function statusSeen(version) {
+  renderSummary(); // the cost of the pass is measured when the server is idle
+  versionSeen(version);
 }
 
 function versionSeen(version) {
@@ -84,7 +89,8 @@ function renderCatalogue() {
   setText(byId("heading-passes"), passes());
   setText(byId("backbone-facts"), `${backbone.name}: ${rough(backbone.parameters)} frozen parameters, ${count(backbone.depth, "block")}`);
   setText(byId("version"), `${count(tasks.length, "task")}, ${count(branches.length, "branch", "branches")}, version ${version}`);
-  byId("filter-field").hidden = tasks.length < FILTER_FROM;
+  byId("filter-field").hidden = tasks.length < MANY;
+  byId("cards").classList.toggle("many", tasks.length >= MANY);
   byId("legend-branch").hidden = !branches.length;
   byId("legend-parent").hidden = !tasks.some((task) => task.parents.length);
   manager.render(state.catalogue);
@@ -132,7 +138,7 @@ async function predict() {
     if (error.name !== "AbortError") {
       state.answer = null;
       attention.show(null, null);
-      setText(byId("summary"), "");
+      renderSummary();
       renderAnswers();
       showProblem(error);
     }
@@ -157,11 +163,19 @@ async function checkOriginal(image, answer, signal) {
 }
 
 function sayAnswers(answer) {
-  const { tasks, stages_ms: stages } = answer.images[0];
+  const { tasks } = answer.images[0];
   const number = Object.keys(tasks).length;
-  setText(byId("summary"), `${count(number, "task")} answered in ${passes()}: ${milliseconds(stages.compute)}.`);
+  renderSummary();
   const words = Object.entries(tasks).slice(0, 8).map(([name, task]) => `${name}: ${shortAnswer(task)}`);
   announce(`${words.join(". ")}${number > 8 ? `, and ${number - 8} more` : ""}.`);
+}
+
+function renderSummary() {
+  const image = state.answer?.images[0];
+  const cost = live.cost ? `, ${times(live.cost)} the backbone alone` : "";
+  setText(byId("summary"), image
+    ? `${count(Object.keys(image.tasks).length, "task")} answered in ${passes()}: ${milliseconds(image.stages_ms.compute)}${cost}.`
+    : "");
 }
 
 function renderAnswers() {
@@ -253,15 +267,7 @@ function showLost(lost) {
 // -------------------------------------------------------------------------------------------------------------- start
 
 function start() {
-  server.token = keptToken("token");
-  const admin = byId("admin-token");
-  admin.value = keptToken("admin") ?? "";
-  server.adminToken = admin.value || null;
-  const keep = byId("keep-admin");
-  keep.checked = Boolean(admin.value);
-  const remember = () => keepToken("admin", keep.checked ? admin.value : null);
-  keep.addEventListener("change", remember);
-  admin.addEventListener("change", remember);
+  useKeptTokens(server);
   byId("retry").addEventListener("click", () => (state.image ? predict() : begin()));
   byId("filter").addEventListener("input", (event) => {
     state.filter = event.target.value.trim().toLowerCase();
@@ -286,24 +292,10 @@ async function begin() {
   }
   byId("problem").hidden = true;
   live.start();
-  watchEvents();
+  server.watchWhileVisible(versionSeen);
   const first = state.catalogue.tasks.find((task) => hasClassToken(task) && task.cells) ?? state.catalogue.tasks.find(hasClassToken);
   if (wide.matches && first) state.chosen = first.name;
   await takeImage(await sampleFile(SAMPLES[0]), "");
-}
-
-/** The stream of changes is open while the page is visible: browsers allow few connections to one server. */
-function watchEvents() {
-  let controller = null;
-  const follow = () => {
-    controller?.abort();
-    controller = null;
-    if (document.hidden) return;
-    controller = new AbortController();
-    server.watch(versionSeen, controller.signal);
-  };
-  document.addEventListener("visibilitychange", follow);
-  follow();
 }
 
 start();

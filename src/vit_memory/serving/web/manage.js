@@ -3,7 +3,7 @@
 import { byId, h, setText } from "./elements.js";
 import { inWords } from "./server.js";
 import { inOrder, readTaskFile } from "./task_file.js";
-import { KINDS, bytes, count, listed } from "./text.js";
+import { bytes, count, describeTask } from "./text.js";
 
 /** The list of tasks and the form that changes it; `changed(message)` after each change. */
 export class TaskManager {
@@ -33,7 +33,7 @@ export class TaskManager {
     byId("not-kept").hidden = catalogue.read_only || catalogue.persistent !== false;
     byId("no-tasks").hidden = catalogue.tasks.length > 0;
     byId("task-list").replaceChildren(
-      ...catalogue.tasks.map((task) => this.row("tasks", task, describeTask(task))),
+      ...catalogue.tasks.map((task) => this.row("tasks", task, [describeTask(task), task.method, bytes(task.size_bytes)].join(" · "))),
       ...catalogue.branches.map((branch) => this.row("branches", branch, describeBranch(branch, catalogue.backbone))),
     );
     this.renderChosen();
@@ -72,7 +72,7 @@ export class TaskManager {
   renderChosen() {
     byId("chosen-files").replaceChildren(...this.chosen.map((item) => {
       const known = this.known(item);
-      const details = item.what === "tasks" ? describeFile(item) : "a branch";
+      const details = item.what === "tasks" ? describeTask(item) : "a branch";
       return h("li", {}, h("b", {}, item.name), ` ${details}, ${bytes(item.file.size)}`,
         known ? h("span", { class: "warn" }, " replaces the one on the server") : null);
     }));
@@ -152,20 +152,6 @@ export class TaskManager {
     place.classList.toggle("bad", bad);
     setText(place, text);
   }
-}
-
-function describeTask(task) {
-  const parts = [describeFile(task), task.method];
-  return [...parts, bytes(task.size_bytes)].filter(Boolean).join(" · ");
-}
-
-function describeFile(task) {
-  const parts = [];
-  if (task.kind === "regression") parts.push(count(task.labels.length, "number"));
-  else parts.push(`${KINDS[task.kind] ?? task.kind} of ${task.labels.length}`);
-  if (task.parents.length) parts.push(`extends ${listed(task.parents)}`);
-  if (task.branch) parts.push(`on branch ${task.branch}`);
-  return parts.join(" · ");
 }
 
 function describeBranch(branch, backbone) {

@@ -5,11 +5,11 @@ import { h } from "./elements.js";
 const SIDE = 256;
 // Two handwritten digits of the UCI set that scikit-learn ships: 8 × 8 pixels from 0 (blank) to g (16, ink).
 const SIX = "002g8000008f500002g7000003g7510007gggf3005gc4ae000ed5af0003dgg70";
-const SEVEN = "003dgf6000dd9ga000g90e6000e26f000005ff60000gfa20000db000004g7000";
+const FIVE = "02dgggb005ga541006g7300009ggg6000384bf000001cf00004dg60002gf8000";
 
 export const SAMPLES = [
   { name: "six", label: "A handwritten six on petals", draw: (c) => digit(c, SIX, petals, "#ffe9d6") },
-  { name: "seven", label: "A handwritten seven on dark mountains", draw: (c) => digit(c, SEVEN, mountains, "#e4f0ff") },
+  { name: "five", label: "A handwritten five on mountains", draw: (c) => digit(c, FIVE, mountains, "#e4f0ff") },
   { name: "flower", label: "A flower", draw: flower },
   { name: "mountains", label: "Mountains and a lake", draw: mountains },
   { name: "apple", label: "An apple on a table", draw: apple },

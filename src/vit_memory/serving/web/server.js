@@ -102,6 +102,18 @@ export class Server {
     return Boolean(token);
   }
 
+  /** `watch` while the page is visible: browsers allow few connections to one server. */
+  watchWhileVisible(changed) {
+    let controller = null;
+    const follow = () => {
+      controller?.abort();
+      controller = document.hidden ? null : new AbortController();
+      if (controller) this.watch(changed, controller.signal);
+    };
+    document.addEventListener("visibilitychange", follow);
+    follow();
+  }
+
   /**
    * Call `changed(version)` when the task set changes, until `signal` aborts. The stream is read with fetch and not with
    * EventSource, which cannot send a token.

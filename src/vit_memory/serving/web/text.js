@@ -2,8 +2,6 @@
 
 const THIN = "\u202f"; // a narrow space that does not break: between a number and its unit
 
-export const KINDS = { "single-label": "one label", "multi-label": "several labels", regression: "numbers" };
-
 export function percent(share) {
   const value = 100 * share;
   if (value > 0 && value < 0.1) return `<${THIN}0.1${THIN}%`;
@@ -43,7 +41,7 @@ export function rough(number) {
 
 /** A measured value with four digits, without zeros at its end. */
 export function measured(value) {
-  return String(Number(value.toPrecision(4)));
+  return String(Number(value.toPrecision(4))).replace("-", "−");
 }
 
 export function times(factor) {
@@ -53,6 +51,16 @@ export function times(factor) {
 /** a, b and c */
 export function listed(names) {
   return names.length < 2 ? names.join("") : `${names.slice(0, -1).join(", ")} and ${names[names.length - 1]}`;
+}
+
+/** What a task is, in a few words: `one label of 10 · extends pets · on branch birds`. */
+export function describeTask(task) {
+  const number = task.labels.length;
+  const kinds = { "single-label": `one label of ${number}`, "multi-label": `several labels of ${number}`, regression: count(number, "number") };
+  const parts = [kinds[task.kind] ?? task.kind];
+  if (task.parents.length) parts.push(`extends ${listed(task.parents)}`);
+  if (task.branch) parts.push(`on branch ${task.branch}`);
+  return parts.join(" · ");
 }
 
 /** What a task answers, in a few words: `cat (98 %)`. */

@@ -4,7 +4,7 @@ import { byId, setText } from "./elements.js";
 
 const KEYS = { token: "vit-memory token", admin: "vit-memory admin token" };
 
-export function keptToken(which) {
+function keptToken(which) {
   try {
     return sessionStorage.getItem(KEYS[which]);
   } catch {
@@ -12,13 +12,25 @@ export function keptToken(which) {
   }
 }
 
-export function keepToken(which, token) {
+function keepToken(which, token) {
   try {
     if (token) sessionStorage.setItem(KEYS[which], token);
     else sessionStorage.removeItem(KEYS[which]);
   } catch {
     // it is then asked for again
   }
+}
+
+/** Give the server the tokens that this tab keeps, and keep the admin token if the visitor asks for it. */
+export function useKeptTokens(server) {
+  server.token = keptToken("token");
+  const [admin, keep] = [byId("admin-token"), byId("keep-admin")];
+  admin.value = keptToken("admin") ?? "";
+  server.adminToken = admin.value || null;
+  keep.checked = Boolean(admin.value);
+  const remember = () => keepToken("admin", keep.checked ? admin.value : null);
+  keep.addEventListener("change", remember);
+  admin.addEventListener("change", remember);
 }
 
 /** Ask for the token in a dialog: resolves to it, or to null if the visitor closed the dialog. */
