@@ -16,7 +16,11 @@ export function attentionParts(block) {
     { key: "memory", name: "its memory cells", share: block.memory },
   ];
   for (const [name, share] of Object.entries(block.ancestors)) {
-    parts.push({ key: "parents", name: `${name}, which it extends`, share: share + (block.ancestor_memory[name] ?? 0) });
+    parts.push({
+      key: "parents",
+      name: `${name}, which it extends`,
+      share: share + (block.ancestor_memory[name] ?? 0),
+    });
   }
   return parts;
 }
@@ -51,7 +55,10 @@ export class AttentionView {
   /** `explanation` null hides everything; `message` says why there is none. */
   show(task, explanation, { backbone = null, message = "" } = {}) {
     if (explanation?.blocks.some((block) => block.itself === null)) {
-      [explanation, message] = [null, "Its attention is not a number: this task is broken. The others are not affected."];
+      [explanation, message] = [
+        null,
+        "Its attention is not a number: this task is broken. The others are not affected.",
+      ];
     }
     this.task = task;
     this.backbone = backbone;
@@ -81,9 +88,16 @@ export class AttentionView {
     const spoken = parts.map((part) => `${part.name} ${percent(part.share)}`);
     this.slider.setAttribute("aria-valuetext", `Block ${block + 1} of ${blocks.length}: ${listed(spoken)}`);
     this.slider.value = block + 1;
-    byId("shares").replaceChildren(...parts.map((part) =>
-      h("tr", {}, h("th", { scope: "row" }, h("i", { class: `swatch ${part.key}` }), part.name),
-        h("td", {}, percent(part.share)))));
+    byId("shares").replaceChildren(
+      ...parts.map((part) =>
+        h(
+          "tr",
+          {},
+          h("th", { scope: "row" }, h("i", { class: `swatch ${part.key}` }), part.name),
+          h("td", {}, percent(part.share)),
+        ),
+      ),
+    );
     for (const column of byId("chart").querySelectorAll("g")) {
       column.classList.toggle("current", Number(column.dataset.block) === block);
     }
@@ -103,7 +117,14 @@ export class AttentionView {
         return piece;
       });
       const target = svg("rect", { x: i * step, y: 0, width: step, height: CHART.height, class: "target" });
-      const mark = svg("rect", { x: i * step + CHART.gap / 2, y: CHART.height + 3, width, height: 4, rx: 2, class: "mark" });
+      const mark = svg("rect", {
+        x: i * step + CHART.gap / 2,
+        y: CHART.height + 3,
+        width,
+        height: 4,
+        rx: 2,
+        class: "mark",
+      });
       return svg("g", { "data-block": i, click: () => this.explanation && this.showBlock(i) }, pieces, mark, target);
     });
     byId("chart").setAttribute("viewBox", `0 0 ${CHART.width} ${CHART.height + 8}`);
@@ -144,7 +165,13 @@ function drawPatches(canvas, patches, [rows, columns], highest) {
 }
 
 // Dark blue to light yellow: lightness alone carries the value, so it reads without colour vision and in grey.
-const HEAT = [[13, 22, 68, 0.4], [38, 70, 140, 0.45], [94, 110, 130, 0.5], [200, 160, 60, 0.62], [255, 226, 80, 0.78]];
+const HEAT = [
+  [13, 22, 68, 0.4],
+  [38, 70, 140, 0.45],
+  [94, 110, 130, 0.5],
+  [200, 160, 60, 0.62],
+  [255, 226, 80, 0.78],
+];
 
 function heat(value) {
   const place = Math.min(Math.max(value, 0), 1) * (HEAT.length - 1);

@@ -50,8 +50,18 @@ function watchDrops(take) {
 
 function offerSamples(onImage) {
   const buttons = SAMPLES.map((sample) =>
-    h("button", { type: "button", class: "sample", "aria-label": sample.label, title: sample.label,
-      "data-sample": sample.name, click: async () => onImage(await sampleFile(sample), "") }, drawSample(sample)),
+    h(
+      "button",
+      {
+        type: "button",
+        class: "sample",
+        "aria-label": sample.label,
+        title: sample.label,
+        "data-sample": sample.name,
+        click: async () => onImage(await sampleFile(sample), ""),
+      },
+      drawSample(sample),
+    ),
   );
   byId("samples").replaceChildren(...buttons.map((button) => h("li", {}, button)));
 }
@@ -96,10 +106,14 @@ async function openCamera(media, onImage, onProblem) {
     dialog.close();
   };
   shutter.addEventListener("click", shoot);
-  dialog.addEventListener("close", () => {
-    for (const track of stream.getTracks()) track.stop();
-    video.srcObject = null;
-    shutter.removeEventListener("click", shoot);
-  }, { once: true });
+  dialog.addEventListener(
+    "close",
+    () => {
+      for (const track of stream.getTracks()) track.stop();
+      video.srcObject = null;
+      shutter.removeEventListener("click", shoot);
+    },
+    { once: true },
+  );
   dialog.showModal();
 }

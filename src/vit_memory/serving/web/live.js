@@ -50,14 +50,27 @@ export class LiveStatus {
     const extra = branches ? [count(branches, "branch", "branches")] : [];
     const rows = [
       { name: "the backbone alone", factor: 1, style: "plain" },
-      { name: `this pass: ${listed([count(tasks, "task"), ...extra, "the original output"])}`, factor: this.cost ?? null, style: "ours" },
+      {
+        name: `this pass: ${listed([count(tasks, "task"), ...extra, "the original output"])}`,
+        factor: this.cost ?? null,
+        style: "ours",
+      },
       { name: `${count(tasks, "model")} of their own, and the original`, factor: separate, style: "apart" },
     ];
     const longest = Math.max(separate, this.cost ?? 1);
-    byId("cost-bars").replaceChildren(...rows.map((row) =>
-      h("li", { class: row.style }, h("span", { class: "label" }, row.name),
-        h("span", { class: "share" }, row.factor === null ? "not measured yet" : times(row.factor)),
-        row.factor === null ? null : styled(h("span", { class: "bar", "aria-hidden": "true" }), { "--share": row.factor / longest }))));
+    byId("cost-bars").replaceChildren(
+      ...rows.map((row) =>
+        h(
+          "li",
+          { class: row.style },
+          h("span", { class: "label" }, row.name),
+          h("span", { class: "share" }, row.factor === null ? "not measured yet" : times(row.factor)),
+          row.factor === null
+            ? null
+            : styled(h("span", { class: "bar", "aria-hidden": "true" }), { "--share": row.factor / longest }),
+        ),
+      ),
+    );
   }
 
   /** The time of the last answer, by stage. */

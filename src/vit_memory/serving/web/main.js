@@ -4,9 +4,11 @@ import { AttentionView } from "./attention.js";
 import { hasClassToken, originalCard, taskCard } from "./answers.js";
 import { preprocessingOf } from "./crop.js";
 import { byId, setText } from "./elements.js";
+import { Explanations } from "./explanations.js";
 import { watchImageInput } from "./image_input.js";
 import { LiveStatus } from "./live.js";
 import { TaskManager } from "./manage.js";
+import { announce, hideProblem, showLost, showProblem } from "./messages.js";
 import { SAMPLES, sampleFile } from "./samples.js";
 import { Server, inWords } from "./server.js";
 import { drawGraph } from "./task_graph.js";
@@ -23,13 +25,13 @@ const state = {
   image: null, // {file, number}
   answer: null, // the whole answer of POST /v1/predict for the image
   chosen: null, // name of the task that is explained
-  explanations: new Map(), // image, task and digest -> explanation
   fresh: new Map(), // tasks that appeared a moment ago, and when
   filter: "",
   predicting: null, // AbortController of the running request
 };
 
 const server = new Server(askForToken);
+const explanations = new Explanations(server);
 const attention = new AttentionView({ onClose: () => choose(null) });
 const manager = new TaskManager(server, { changed: loadTasks });
 const live = new LiveStatus(server, { onVersion: statusSeen, onLost: showLost });
@@ -40,16 +42,18 @@ let loading = null;
 
 /** Ask for the tasks; requests while one is under way share its answer, and ask once more after it. */
 function loadTasks() {
-  loading = (loading ?? Promise.resolve()).catch(() => {}).then(async () => {
-    const catalogue = await server.tasks();
-    const before = state.catalogue;
-    if (before?.version === catalogue.version) return;
-    state.catalogue = catalogue;
-    if (before) markChanges(before, catalogue);
-    if (state.chosen && !taskNamed(state.chosen)) choose(null);
-    renderCatalogue();
-    if (state.image && state.answer?.version !== catalogue.version) await predict();
-  });
+  loading = (loading ?? Promise.resolve())
+    .catch(() => {})
+    .then(async () => {
+      const catalogue = await server.tasks();
+      const before = state.catalogue;
+      if (before?.version === catalogue.version) return;
+      state.catalogue = catalogue;
+      if (before) markChanges(before, catalogue);
+      if (state.chosen && !taskNamed(state.chosen)) choose(null);
+      renderCatalogue();
+      if (state.image && state.answer?.version !== catalogue.version) await predict();
+    });
   return loading;
 }
 
@@ -59,7 +63,8 @@ function statusSeen(version) {
 }
 
 function versionSeen(version) {
-  if (version && state.catalogue && version !== state.catalogue.version) loadTasks().catch(showProblem);
+  if (version && state.catalogue && version !== state.catalogue.version)
+    loadTasks().catch((problem) => showProblem(problem, true));
 }
 
 function markChanges(before, after) {
@@ -68,12 +73,15 @@ function markChanges(before, after) {
   const gone = before.tasks.filter((task) => !after.tasks.some((other) => other.name === task.name));
   for (const name of fresh) state.fresh.set(name, performance.now());
   if (fresh.length) setTimeout(() => (fresh.forEach((name) => state.fresh.delete(name)), renderAnswers()), FRESH_MS);
-  const words = [...fresh.map((name) => `Task ${name} was added.`), ...gone.map((task) => `Task ${task.name} was removed.`)];
+  const words = [
+    ...fresh.map((name) => `Task ${name} was added.`),
+    ...gone.map((task) => `Task ${task.name} was removed.`),
+  ];
   if (words.length) announce(words.join(" "));
 }
 
 function taskNamed(name) {
-  return state.catalogue.tasks.find((task) => task.name === name);
+  return state.catalogue?.tasks.find((task) => task.name === name) ?? null;
 }
 
 /** One pass, unless tasks were trained on images of different sizes: then one for each. */
@@ -87,8 +95,14 @@ function renderCatalogue() {
   const { backbone, tasks, branches, version } = state.catalogue;
   setText(byId("heading-tasks"), tasks.length ? count(tasks.length, "task") : "any number of tasks");
   setText(byId("heading-passes"), passes());
-  setText(byId("backbone-facts"), `${backbone.name}: ${rough(backbone.parameters)} frozen parameters, ${count(backbone.depth, "block")}`);
-  setText(byId("version"), `${count(tasks.length, "task")}, ${count(branches.length, "branch", "branches")}, version ${version}`);
+  setText(
+    byId("backbone-facts"),
+    `${backbone.name}: ${rough(backbone.parameters)} frozen parameters, ${count(backbone.depth, "block")}`,
+  );
+  setText(
+    byId("version"),
+    `${count(tasks.length, "task")}, ${count(branches.length, "branch", "branches")}, version ${version}`,
+  );
   byId("filter-field").hidden = tasks.length < MANY;
   byId("cards").classList.toggle("many", tasks.length >= MANY);
   byId("legend-branch").hidden = !branches.length;
@@ -112,7 +126,7 @@ async function takeImage(file, note) {
   picture.alt = `The image that was given: ${file.name}`;
   picture.src = URL.createObjectURL(file);
   byId("stage").classList.remove("undisplayable");
-  attention.wait(state.chosen ? taskNamed(state.chosen) : null);
+  attention.wait(taskNamed(state.chosen));
   await predict();
 }
 
@@ -126,7 +140,7 @@ async function predict() {
     const answer = await server.predict(image.file, { signal: controller.signal });
     if (state.image !== image) return;
     state.answer = answer;
-    byId("problem").hidden = true;
+    hideProblem();
     live.renderAnswer(answer.images[0], answer.seconds);
     sayAnswers(answer);
     renderAnswers();
@@ -140,7 +154,8 @@ async function predict() {
       attention.show(null, null);
       renderSummary();
       renderAnswers();
-      showProblem(error);
+      const refused = error.status >= 400 && error.status < 500 && error.status !== 429; // it would be refused again
+      showProblem(error, !refused);
     }
   } finally {
     if (state.predicting === controller) {
@@ -166,16 +181,22 @@ function sayAnswers(answer) {
   const { tasks } = answer.images[0];
   const number = Object.keys(tasks).length;
   renderSummary();
-  const words = Object.entries(tasks).slice(0, 8).map(([name, task]) => `${name}: ${shortAnswer(task)}`);
+  const words = Object.entries(tasks)
+    .slice(0, 8)
+    .map(([name, task]) => `${name}: ${shortAnswer(task)}`);
   announce(`${words.join(". ")}${number > 8 ? `, and ${number - 8} more` : ""}.`);
 }
 
 function renderSummary() {
   const image = state.answer?.images[0];
   const cost = live.cost ? `, ${times(live.cost)} the backbone alone` : "";
-  setText(byId("summary"), image
-    ? `${count(Object.keys(image.tasks).length, "task")} answered in ${passes()}: ${milliseconds(image.stages_ms.compute)}${cost}.`
-    : "");
+  const time = image ? milliseconds(image.stages_ms.compute) : "";
+  setText(
+    byId("summary"),
+    image
+      ? `${count(Object.keys(image.tasks).length, "task")} answered in ${passes()}: ${time}${cost}.`
+      : "",
+  );
 }
 
 function renderAnswers() {
@@ -186,16 +207,29 @@ function renderAnswers() {
   const shown = tasks.filter((task) => task.name.toLowerCase().includes(state.filter));
   byId("cards").replaceChildren(
     originalCard(image?.original ?? null, backbone),
-    ...shown.map((task) => taskCard(task, image?.tasks[task.name] ?? null,
-      { chosen: task.name === state.chosen, freshSince: state.fresh.get(task.name), choose: toggle })),
+    ...shown.map((task) =>
+      taskCard(task, image?.tasks[task.name] ?? null, {
+        chosen: task.name === state.chosen,
+        freshSince: state.fresh.get(task.name),
+        choose: toggle,
+      }),
+    ),
   );
-  if (focused) byId("cards").querySelector(`[data-task="${CSS.escape(focused)}"] button`)?.focus({ preventScroll: true });
+  if (focused)
+    byId("cards")
+      .querySelector(`[data-task="${CSS.escape(focused)}"] button`)
+      ?.focus({ preventScroll: true });
 }
 
 function renderGraph() {
   if (!state.catalogue) return;
   const answers = state.answer?.images[0].tasks ?? {};
-  drawGraph(byId("graph"), state.catalogue, { answers, chosen: state.chosen, explanation: explanationOf(state.chosen), choose: toggle });
+  drawGraph(byId("graph"), state.catalogue, {
+    answers,
+    chosen: state.chosen,
+    explanation: explanations.get(state.image, taskNamed(state.chosen)),
+    choose: toggle,
+  });
 }
 
 // ------------------------------------------------------------------------------------------------------- explanations
@@ -217,51 +251,20 @@ function choose(name) {
   });
 }
 
-function explanationKey(name) {
-  return `${state.image?.number} ${name} ${taskNamed(name)?.digest}`;
-}
-
-function explanationOf(name) {
-  return name && state.catalogue ? state.explanations.get(explanationKey(name)) ?? null : null;
-}
-
 async function explain() {
+  const { image } = state;
   const task = taskNamed(state.chosen);
-  if (!task || !state.image) return;
-  const key = explanationKey(task.name);
-  if (!state.explanations.has(key)) {
-    attention.wait(task);
-    try {
-      const answer = await server.predict(state.image.file, { tasks: [task.name], explain: [task.name] });
-      if (state.explanations.size > 50) state.explanations.clear();
-      state.explanations.set(key, answer.images[0].explanations[task.name]);
-    } catch (problem) {
-      if (state.chosen === task.name) attention.show(task, null, { message: inWords(problem) });
-      return;
-    }
+  if (!task || !image) return;
+  const current = () => state.image === image && state.chosen === task.name;
+  if (!explanations.get(image, task)) attention.wait(task);
+  try {
+    const explanation = await explanations.ask(image, task);
+    if (!current()) return; // another image or task was chosen in the meantime
+    attention.show(task, explanation, { backbone: state.catalogue.backbone });
+    renderGraph();
+  } catch (problem) {
+    if (current()) attention.show(task, null, { message: inWords(problem) });
   }
-  if (state.chosen !== task.name || key !== explanationKey(task.name)) return; // chosen anew in the meantime
-  attention.show(task, state.explanations.get(key), { backbone: state.catalogue.backbone });
-  renderGraph();
-}
-
-// ----------------------------------------------------------------------------------------------------------- messages
-
-function announce(text) {
-  setText(byId("announcer"), text);
-}
-
-function showProblem(problem) {
-  setText(byId("problem-title"), problem.title || "Something went wrong");
-  const wait = problem.retryAfter ? ` Try again in ${count(problem.retryAfter, "second")}.` : "";
-  setText(byId("problem-detail"), `${problem.detail ?? problem.message}${wait}`);
-  setText(byId("problem-id"), problem.requestId ? `Request ${problem.requestId}` : "");
-  byId("retry").hidden = state.image !== null && problem.status >= 400 && problem.status < 500 && problem.status !== 429;
-  byId("problem").hidden = false;
-}
-
-function showLost(lost) {
-  byId("lost").hidden = !lost;
 }
 
 // -------------------------------------------------------------------------------------------------------------- start
@@ -278,7 +281,7 @@ function start() {
   watchImageInput({
     onImage: takeImage,
     onTaskFiles: (files) => manager.takeFiles(files),
-    onProblem: (title, detail) => showProblem({ title, detail }),
+    onProblem: (title, detail) => showProblem({ title, detail }, false),
   });
   begin();
 }
@@ -287,13 +290,15 @@ async function begin() {
   try {
     await loadTasks();
   } catch (problem) {
-    showProblem(problem);
+    showProblem(problem, true);
     return;
   }
-  byId("problem").hidden = true;
+  hideProblem();
   live.start();
   server.watchWhileVisible(versionSeen);
-  const first = state.catalogue.tasks.find((task) => hasClassToken(task) && task.cells) ?? state.catalogue.tasks.find(hasClassToken);
+  const first =
+    state.catalogue.tasks.find((task) => hasClassToken(task) && task.cells) ??
+    state.catalogue.tasks.find(hasClassToken);
   if (wide.matches && first) state.chosen = first.name;
   await takeImage(await sampleFile(SAMPLES[0]), "");
 }

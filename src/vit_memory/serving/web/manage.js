@@ -33,7 +33,9 @@ export class TaskManager {
     byId("not-kept").hidden = catalogue.read_only || catalogue.persistent !== false;
     byId("no-tasks").hidden = catalogue.tasks.length > 0;
     byId("task-list").replaceChildren(
-      ...catalogue.tasks.map((task) => this.row("tasks", task, [describeTask(task), task.method, bytes(task.size_bytes)].join(" · "))),
+      ...catalogue.tasks.map((task) =>
+        this.row("tasks", task, [describeTask(task), task.method, bytes(task.size_bytes)].join(" · ")),
+      ),
       ...catalogue.branches.map((branch) => this.row("branches", branch, describeBranch(branch, catalogue.backbone))),
     );
     this.renderChosen();
@@ -41,14 +43,32 @@ export class TaskManager {
 
   row(what, item, description) {
     const label = what === "tasks" ? item.name : `branch ${item.name}`;
-    const remove = h("button", { type: "button", class: "plain danger", "aria-label": `Remove ${label}`,
-      click: () => this.confirmRemoval(what, item) }, "Remove");
-    return h("li", { "data-name": item.name },
-      h("span", { class: "title" }, label), h("span", { class: "details" }, description),
-      h("span", { class: "actions" },
-        h("button", { type: "button", class: "plain", "aria-label": `Download ${label}`,
-          click: () => this.download(what, item) }, "Download"),
-        this.catalogue.read_only ? null : remove));
+    const remove = h(
+      "button",
+      {
+        type: "button",
+        class: "plain danger",
+        "aria-label": `Remove ${label}`,
+        click: () => this.confirmRemoval(what, item),
+      },
+      "Remove",
+    );
+    return h(
+      "li",
+      { "data-name": item.name },
+      h("span", { class: "title" }, label),
+      h("span", { class: "details" }, description),
+      h(
+        "span",
+        { class: "actions" },
+        h(
+          "button",
+          { type: "button", class: "plain", "aria-label": `Download ${label}`, click: () => this.download(what, item) },
+          "Download",
+        ),
+        this.catalogue.read_only ? null : remove,
+      ),
+    );
   }
 
   // ------------------------------------------------------------------------------------------------------------ adding
@@ -70,12 +90,19 @@ export class TaskManager {
   }
 
   renderChosen() {
-    byId("chosen-files").replaceChildren(...this.chosen.map((item) => {
-      const known = this.known(item);
-      const details = item.what === "tasks" ? describeTask(item) : "a branch";
-      return h("li", {}, h("b", {}, item.name), ` ${details}, ${bytes(item.file.size)}`,
-        known ? h("span", { class: "warn" }, " replaces the one on the server") : null);
-    }));
+    byId("chosen-files").replaceChildren(
+      ...this.chosen.map((item) => {
+        const known = this.known(item);
+        const details = item.what === "tasks" ? describeTask(item) : "a branch";
+        return h(
+          "li",
+          {},
+          h("b", {}, item.name),
+          ` ${details}, ${bytes(item.file.size)}`,
+          known ? h("span", { class: "warn" }, " replaces the one on the server") : null,
+        );
+      }),
+    );
     const button = byId("add-task");
     button.disabled = !this.chosen.length;
     setText(button, this.chosen.length > 1 ? `Add ${this.chosen.length} files` : "Add to the server");
@@ -105,18 +132,25 @@ export class TaskManager {
     }
   }
 
-  // ---------------------------------------------------------------------------------------------- removing, downloading
+  // -------------------------------------------------------------------------------------------- removing, downloading
 
   confirmRemoval(what, item) {
     const dialog = byId("removal");
     setText(byId("removal-title"), `Remove ${what === "tasks" ? "" : "branch "}${item.name}?`);
-    setText(byId("removal-text"), this.catalogue.persistent === false
-      ? "It stops answering at once. This server keeps its tasks in memory only: download it first if you want to add it again."
-      : "It stops answering at once, and its file is deleted from the server’s bundle folder. Download it first if you want to add it again.");
+    setText(
+      byId("removal-text"),
+      this.catalogue.persistent === false
+        ? "It stops answering at once. This server keeps its tasks in memory only: to add it again, download it first."
+        : "It stops answering at once, and the server deletes its file. To add it again, download it first.",
+    );
     dialog.returnValue = "";
-    dialog.addEventListener("close", () => {
-      if (dialog.returnValue === "remove") this.remove(what, item);
-    }, { once: true });
+    dialog.addEventListener(
+      "close",
+      () => {
+        if (dialog.returnValue === "remove") this.remove(what, item);
+      },
+      { once: true },
+    );
     dialog.showModal();
   }
 

@@ -44,7 +44,8 @@ function digit(c, pixels, background, ink) {
   const stroke = context.getImageData(0, 0, SIDE, SIDE);
   const [red, green, blue] = [1, 3, 5].map((k) => parseInt(ink.slice(k, k + 2), 16));
   for (let k = 0; k < stroke.data.length; k += 4) {
-    const edge = Math.min(1, Math.max(0, (stroke.data[k + 3] / 255 - 0.4) / 0.35)); // enlarged 28 times, edges are a blur
+    // Enlarged 28 times, the edges of a stroke are a blur.
+    const edge = Math.min(1, Math.max(0, (stroke.data[k + 3] / 255 - 0.4) / 0.35))
     stroke.data.set([red, green, blue, 255 * edge * edge * (3 - 2 * edge)], k);
   }
   context.putImageData(stroke, 0, 0);
@@ -64,7 +65,13 @@ function flower(c) {
   c.fillStyle = vertical(c, ["#3c6b45", "#1f3d2b"]);
   c.fillRect(0, 0, SIDE, SIDE);
   for (let i = 0; i < 26; i++) {
-    disc(c, random() * SIDE, random() * SIDE, 10 + random() * 34, `hsla(${90 + random() * 60}, 45%, ${35 + random() * 25}%, .22)`);
+    disc(
+      c,
+      random() * SIDE,
+      random() * SIDE,
+      10 + random() * 34,
+      `hsla(${90 + random() * 60}, 45%, ${35 + random() * 25}%, .22)`,
+    );
   }
   c.strokeStyle = "#2f6b33";
   c.lineWidth = 9;
@@ -100,12 +107,17 @@ function mountains(c) {
   c.fillStyle = vertical(c, ["#6fa8dc", "#f6d7b0"]);
   c.fillRect(0, 0, SIDE, SIDE);
   disc(c, 190, 62, 24, "#fff3cf");
-  const ridges = [["#8aa0c2", 96, 42], ["#5d769e", 124, 34], ["#38506f", 150, 26]];
+  const ridges = [
+    ["#8aa0c2", 96, 42],
+    ["#5d769e", 124, 34],
+    ["#38506f", 150, 26],
+  ];
   for (const [colour, height, rough] of ridges) {
     c.fillStyle = colour;
     c.beginPath();
     c.moveTo(0, SIDE);
-    for (let x = 0; x <= SIDE; x += 16) c.lineTo(x, height - Math.abs(Math.sin(x / 47 + height)) * rough + random() * 12);
+    for (let x = 0; x <= SIDE; x += 16)
+      c.lineTo(x, height - Math.abs(Math.sin(x / 47 + height)) * rough + random() * 12);
     c.lineTo(SIDE, SIDE);
     c.fill();
   }

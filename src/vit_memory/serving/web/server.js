@@ -59,7 +59,7 @@ export class Server {
     return answer;
   }
 
-  /** Add a file, `what` is `tasks` or `branches`; with a digest it replaces exactly that version, else it must be new. */
+  /** Add a file; `what` is `tasks` or `branches`. With a digest it replaces that version, else it must be new. */
   async put(what, name, file, digest = null) {
     const condition = digest === null ? { "If-None-Match": "*" } : { "If-Match": `"${digest}"` };
     const headers = { "Content-Type": "application/octet-stream", ...condition };
@@ -77,7 +77,7 @@ export class Server {
 
   async request(path, options = {}, admin = false) {
     for (;;) {
-      const token = admin ? this.adminToken ?? this.token : this.token;
+      const token = admin ? (this.adminToken ?? this.token) : this.token;
       const headers = { Accept: "application/json", ...options.headers };
       if (token) headers.Authorization = `Bearer ${token}`;
       let response;
@@ -85,7 +85,10 @@ export class Server {
         response = await fetch(new URL(path, document.baseURI), { ...options, headers, cache: "no-store" });
       } catch (error) {
         if (error.name === "AbortError") throw error;
-        throw new Problem({ title: "The server does not answer", detail: "It may have stopped, or the network is down." });
+        throw new Problem({
+          title: "The server does not answer",
+          detail: "It may have stopped, or the network is down.",
+        });
       }
       if (response.ok) return response;
       const problem = await readProblem(response);
@@ -115,8 +118,8 @@ export class Server {
   }
 
   /**
-   * Call `changed(version)` when the task set changes, until `signal` aborts. The stream is read with fetch and not with
-   * EventSource, which cannot send a token.
+   * Call `changed(version)` when the task set changes, until `signal` aborts. The stream is read with fetch and not
+   * with EventSource, which cannot send a token.
    */
   async watch(changed, signal) {
     for (let failures = 0; !signal.aborted; failures++) {

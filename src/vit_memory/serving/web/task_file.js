@@ -5,7 +5,8 @@ const LARGEST_HEADER = 64 * 2 ** 20;
 /** {what: "tasks" | "branches", name, kind, labels, parents, branch, file}; throws an Error that says what is wrong. */
 export async function readTaskFile(file) {
   const length = file.size >= 8 ? Number(new DataView(await file.slice(0, 8).arrayBuffer()).getBigUint64(0, true)) : 0;
-  if (length < 2 || length > Math.min(file.size - 8, LARGEST_HEADER)) throw new Error(`${file.name} is not a task file.`);
+  if (length < 2 || length > Math.min(file.size - 8, LARGEST_HEADER))
+    throw new Error(`${file.name} is not a task file.`);
   let metadata;
   let description;
   try {

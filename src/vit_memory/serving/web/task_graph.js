@@ -56,7 +56,10 @@ function ancestors(tasks, name) {
 /** Where everything stands: lanes by name, blocks by number. */
 function place(width, depth, branches, ordered) {
   const narrow = width < NARROW;
-  const arcs = Math.max(0, ...ordered.map((task) => Math.max(0, ...task.parents.map((parent) => arcDepth(ordered, task.name, parent)))));
+  const arcs = Math.max(
+    0,
+    ...ordered.map((task) => Math.max(0, ...task.parents.map((parent) => arcDepth(ordered, task.name, parent)))),
+  );
   const gutter = arcs ? arcs + 6 : 0;
   const [names, answers] = narrow ? [0, 0] : [Math.min(190, width * 0.19), Math.min(210, width * 0.2)];
   const [laneHeight, trunkHeight] = narrow ? [50, 56] : [36, 46];
@@ -64,7 +67,8 @@ function place(width, depth, branches, ordered) {
   const right = width - answers - 6;
   let top = 4;
   const lane = new Map();
-  for (const branch of [null, ...branches]) { // a trunk, then the tasks that stand on it
+  for (const branch of [null, ...branches]) {
+    // a trunk, then the tasks that stand on it
     lane.set(branch ? `branch ${branch.name}` : "", top + (narrow ? 38 : trunkHeight / 2));
     top += trunkHeight + 4;
     for (const task of ordered.filter((candidate) => candidate.branch === (branch?.name ?? null))) {
@@ -75,7 +79,17 @@ function place(width, depth, branches, ordered) {
   }
   const pitch = (right - left) / depth;
   return {
-    width, narrow, gutter, left, right, pitch, depth, ordered, answers, branches, height: top + 4,
+    width,
+    narrow,
+    gutter,
+    left,
+    right,
+    pitch,
+    depth,
+    ordered,
+    answers,
+    branches,
+    height: top + 4,
     text: gutter + (gutter ? 8 : 0),
     square: Math.min(narrow ? 18 : 24, pitch - 3),
     x: (block) => left + (block + 0.5) * pitch,
@@ -94,12 +108,17 @@ function arcDepth(ordered, child, parent) {
 
 function trunkLane(plan, backbone) {
   const y = plan.y("");
-  const { first, last } = texts(plan, y, { title: "original tokens", note: `${backbone.name}, frozen`, answer: plan.narrow ? "original output" : "original output, untouched" });
+  const { first, last } = texts(plan, y, {
+    title: "original tokens",
+    note: `${backbone.name}, frozen`,
+    answer: plan.narrow ? "original output" : "original output, untouched",
+  });
   return [
     line(plan.left - 4, y, plan.right + 2, y, "wire original"),
     arrow(plan.right + 2, y, "original"),
     ...range(0, plan.depth).map((block) => square(plan, block, y, "block original")),
-    first, last,
+    first,
+    last,
   ];
 }
 
@@ -107,17 +126,17 @@ function branchWire(plan, branch) {
   const [from, y] = [plan.y(""), plan.y(`branch ${branch.name}`)];
   const x = plan.left + branch.start * plan.pitch;
   const bend = Math.min(10, plan.pitch / 2);
-  return svg("path", { d: `M${x},${from} V${y - bend} Q${x},${y} ${x + bend},${y} H${plan.right + 2}`, class: "wire branch" });
+  return svg("path", {
+    d: `M${x},${from} V${y - bend} Q${x},${y} ${x + bend},${y} H${plan.right + 2}`,
+    class: "wire branch",
+  });
 }
 
 function branchLane(plan, branch) {
   const y = plan.y(`branch ${branch.name}`);
   const note = branch.start ? `leaves after block ${branch.start}` : "all blocks, from the first";
   const { first, last } = texts(plan, y, { title: `branch ${branch.name}`, note, answer: "" });
-  return [
-    ...range(branch.start, plan.depth).map((block) => square(plan, block, y, "block branch")),
-    first, last,
-  ];
+  return [...range(branch.start, plan.depth).map((block) => square(plan, block, y, "block branch")), first, last];
 }
 
 function taskLane(plan, task, { answer, chosen, lit, choose }) {
@@ -126,21 +145,44 @@ function taskLane(plan, task, { answer, chosen, lit, choose }) {
   const { first, last } = texts(plan, y, { title: task.name, note: "", answer: shortAnswer(answer) });
   const explainable = hasClassToken(task);
   const marks = explainable
-    ? [line(plan.left, y, plan.right, y, "wire task"),
-       ...range(0, plan.depth).flatMap((block) => token(plan, task, block, y, branch && block >= branch.start))]
-    : [svg("text", { x: plan.right - 12, y: y + 4, "text-anchor": "end", class: "note" }, `a head on the ${branch ? "branch’s" : "original"} output`),
-       svg("circle", { cx: plan.right - 3, cy: y, r: 4.5, class: "token hollow" })];
+    ? [
+        line(plan.left, y, plan.right, y, "wire task"),
+        ...range(0, plan.depth).flatMap((block) => token(plan, task, block, y, branch && block >= branch.start)),
+      ]
+    : [
+        svg(
+          "text",
+          { x: plan.right - 12, y: y + 4, "text-anchor": "end", class: "note" },
+          `a head on the ${branch ? "branch’s" : "original"} output`,
+        ),
+        svg("circle", { cx: plan.right - 3, cy: y, r: 4.5, class: "token hollow" }),
+      ];
   const state = chosen === task.name ? "chosen" : lit && !lit.has(task.name) ? "dim" : "";
   const row = plan.narrow ? [y - 30, 48] : [y - 15, 36];
   const target = svg("rect", { x: 0, y: row[0], width: plan.width, height: row[1], rx: 6, class: "row" });
-  return svg("g", { class: `lane ${state} ${explainable ? "choosable" : ""}`, "data-task": task.name,
-    click: explainable ? () => choose(task.name) : null }, target, marks, first, last);
+  return svg(
+    "g",
+    {
+      class: `lane ${state} ${explainable ? "choosable" : ""}`,
+      "data-task": task.name,
+      click: explainable ? () => choose(task.name) : null,
+    },
+    target,
+    marks,
+    first,
+    last,
+  );
 }
 
 /** The class token in one block, and the memory cells it reads there. */
 function token(plan, task, block, y, onBranch) {
   const x = plan.x(block);
-  const circle = svg("circle", { cx: x, cy: y, r: Math.min(4.5, plan.pitch / 3), class: `token${onBranch ? " branch" : ""}` });
+  const circle = svg("circle", {
+    cx: x,
+    cy: y,
+    r: Math.min(4.5, plan.pitch / 3),
+    class: `token${onBranch ? " branch" : ""}`,
+  });
   circle.style.setProperty("--block", block);
   if (!task.cells) return [circle];
   const dots = Math.min(task.cells, MOST_DOTS);
@@ -149,8 +191,10 @@ function token(plan, task, block, y, onBranch) {
     const length = Math.max(3, plan.pitch - 4);
     return [circle, svg("rect", { x: x - length / 2, y: y + 8, width: length, height: 3, rx: 1.5, class: "cell" })];
   }
-  return [circle, ...range(0, dots).map((i) =>
-    svg("circle", { cx: x - spread / 2 + 4 * i, cy: y + 10, r: 1.7, class: "cell" }))];
+  return [
+    circle,
+    ...range(0, dots).map((i) => svg("circle", { cx: x - spread / 2 + 4 * i, cy: y + 10, r: 1.7, class: "cell" })),
+  ];
 }
 
 /** From the tokens that the chosen task reads to its class token, as wide as its attention to them. */
@@ -171,24 +215,34 @@ function connectors(plan, name, explanation) {
 }
 
 function parentArcs(plan, task, lit) {
-  return task.parents.filter((parent) => plan.y(`task ${parent}`) !== undefined).flatMap((parent) => {
-    const [from, to] = [plan.y(`task ${parent}`), plan.y(`task ${task.name}`)].map((y) => y - (plan.narrow ? 16 : 0));
-    const depth = arcDepth(plan.ordered, task.name, parent);
-    const x = plan.gutter - 2;
-    const dim = lit && !(lit.has(task.name) && lit.has(parent)) ? " dim" : "";
-    return [
-      svg("path", { d: `M${x},${from} C${x - depth},${from} ${x - depth},${to} ${x - 5},${to}`, class: `wire parent${dim}` }),
-      arrow(x - 1, to, `parent${dim}`),
-    ];
-  });
+  return task.parents
+    .filter((parent) => plan.y(`task ${parent}`) !== undefined)
+    .flatMap((parent) => {
+      const [from, to] = [plan.y(`task ${parent}`), plan.y(`task ${task.name}`)].map((y) => y - (plan.narrow ? 16 : 0));
+      const depth = arcDepth(plan.ordered, task.name, parent);
+      const x = plan.gutter - 2;
+      const dim = lit && !(lit.has(task.name) && lit.has(parent)) ? " dim" : "";
+      return [
+        svg("path", {
+          d: `M${x},${from} C${x - depth},${from} ${x - depth},${to} ${x - 5},${to}`,
+          class: `wire parent${dim}`,
+        }),
+        arrow(x - 1, to, `parent${dim}`),
+      ];
+    });
 }
 
 // ------------------------------------------------------------------------------------------------------------ pieces
 
 function texts(plan, y, { title, note, answer }) {
   const baseline = plan.narrow ? y - 13 : y + 4;
-  const first = svg("text", { x: plan.text, y: !plan.narrow && note ? y - 2 : baseline, class: "title" }, fit(title, plan.nameWidth, 7.6));
-  if (note && !plan.narrow) first.append(svg("tspan", { x: plan.text, dy: 14, class: "note" }, fit(note, plan.nameWidth, 6.4)));
+  const first = svg(
+    "text",
+    { x: plan.text, y: !plan.narrow && note ? y - 2 : baseline, class: "title" },
+    fit(title, plan.nameWidth, 7.6),
+  );
+  if (note && !plan.narrow)
+    first.append(svg("tspan", { x: plan.text, dy: 14, class: "note" }, fit(note, plan.nameWidth, 6.4)));
   const end = plan.narrow ? { x: plan.width - 2, "text-anchor": "end" } : { x: plan.right + 14 };
   const last = svg("text", { ...end, y: baseline, class: "answer" }, fit(answer, plan.answerWidth, 7.2));
   return { first, last };
@@ -196,7 +250,14 @@ function texts(plan, y, { title, note, answer }) {
 
 function square(plan, block, y, style) {
   const side = plan.square;
-  const piece = svg("rect", { x: plan.x(block) - side / 2, y: y - side / 2, width: side, height: side, rx: side / 5, class: style });
+  const piece = svg("rect", {
+    x: plan.x(block) - side / 2,
+    y: y - side / 2,
+    width: side,
+    height: side,
+    rx: side / 5,
+    class: style,
+  });
   piece.style.setProperty("--block", block);
   return piece;
 }
@@ -222,7 +283,9 @@ function describe(backbone, tasks, branches) {
   const lines = [`The original tokens pass ${count(backbone.depth, "frozen block")} once.`];
   for (const branch of branches) lines.push(`Branch ${branch.name} leaves them after block ${branch.start}.`);
   for (const task of tasks) {
-    const reads = hasClassToken(task) ? `reads ${task.branch ? `branch ${task.branch}` : "the original tokens"}` : "reads the final output";
+    const reads = hasClassToken(task)
+      ? `reads ${task.branch ? `branch ${task.branch}` : "the original tokens"}`
+      : "reads the final output";
     const cells = task.cells ? `, ${count(task.cells, "memory cell")} per block` : "";
     lines.push(`${task.name} ${reads}${cells}${task.parents.length ? `, and extends ${listed(task.parents)}` : ""}.`);
   }

@@ -56,7 +56,11 @@ export function listed(names) {
 /** What a task is, in a few words: `one label of 10 · extends pets · on branch birds`. */
 export function describeTask(task) {
   const number = task.labels.length;
-  const kinds = { "single-label": `one label of ${number}`, "multi-label": `several labels of ${number}`, regression: count(number, "number") };
+  const kinds = {
+    "single-label": `one label of ${number}`,
+    "multi-label": `several labels of ${number}`,
+    regression: count(number, "number"),
+  };
   const parts = [kinds[task.kind] ?? task.kind];
   if (task.parents.length) parts.push(`extends ${listed(task.parents)}`);
   if (task.branch) parts.push(`on branch ${task.branch}`);
@@ -68,7 +72,9 @@ export function shortAnswer(answer) {
   if (!answer) return "";
   if (answer.error) return "no answer";
   if (answer.kind === "regression") {
-    return Object.values(answer.values).map((value) => (value === null ? "not a number" : measured(value))).join(", ");
+    return Object.values(answer.values)
+      .map((value) => (value === null ? "not a number" : measured(value)))
+      .join(", ");
   }
   if (answer.not_a_number) return "not a number";
   if (answer.kind === "multi-label") return answer.labels.map((item) => item.label).join(", ") || "none";

@@ -42,11 +42,15 @@ export function askForToken(problem) {
   input.value = "";
   dialog.returnValue = "";
   return new Promise((resolve) => {
-    dialog.addEventListener("close", () => {
-      const token = dialog.returnValue === "use" ? input.value.trim() : "";
-      if (token && byId("keep-token").checked) keepToken("token", token);
-      resolve(token || null);
-    }, { once: true });
+    dialog.addEventListener(
+      "close",
+      () => {
+        const token = dialog.returnValue === "use" ? input.value.trim() : "";
+        if (token && byId("keep-token").checked) keepToken("token", token);
+        resolve(token || null);
+      },
+      { once: true },
+    );
     dialog.showModal();
   });
 }
