@@ -31,6 +31,7 @@ ONLY_IN = {
     "starlette": "serving",
     "uvicorn": "serving",
     "pydantic": "serving",
+    "anyio": "serving",
     "python_multipart": "serving",
     "prometheus_client": "serving",
     "httpx": "serving",

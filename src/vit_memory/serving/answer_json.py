@@ -4,6 +4,8 @@ JSON has no NaN: where a task computed one, its numbers are null and `not_a_numb
 whose calls cost more than these few numbers.
 """
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,51 +19,82 @@ from vit_memory.serving.task_set import TaskSet
 from vit_memory.task import Task
 
 _DIGITS = 6
+_FLAG = {"not_a_number": True}
+Array = np.ndarray[Any, Any]
 
 
 def answer_json(name: str, answer: Answer, task_set: TaskSet, top_k: int) -> dict[str, Any]:
     """The answer for one image."""
-    tasks = task_set.tasks
-    values: dict[str, Any] = {
+    tasks, outputs = task_set.tasks, answer.outputs
+    by_kind = {"single-label": _single_labels, "multi-label": _multi_labels, "regression": _values}
+    answers: dict[str, dict[str, Any]] = {}
+    # Tasks of one kind and size are computed together: a call of numpy costs more than the few numbers of a task.
+    for (kind, _), names in _groups(tasks, outputs).items():
+        logits = np.stack([outputs[task].numpy() for task in names]).astype(np.float64)  # (T, C)
+        finite = np.asarray(np.isfinite(logits).all(-1, keepdims=True))  # (T, 1)
+        made = by_kind[kind]([tasks[task] for task in names], np.where(finite, logits, 0.0), top_k)
+        for task, values, (number,) in zip(names, made, finite.tolist(), strict=True):
+            answers[task] = values if number else _not_a_number(tasks[task], outputs[task])
+    digests = answer.digests
+    result: dict[str, Any] = {
         "name": name,
-        "tasks": {
-            task: {"kind": tasks[task].kind, "digest": answer.digests[task], **_task_json(tasks[task], output, top_k)}
-            for task, output in answer.outputs.items()
-        },
+        "tasks": {task: {"kind": tasks[task].kind, "digest": digests[task], **answers[task]} for task in outputs},
         "original": _original_json(answer.original, top_k),
         "batch": answer.batch,
         "stages_ms": {stage: round(1000 * seconds, 3) for stage, seconds in answer.stages.items()},
     }
     if answer.explanations:
-        values["explanations"] = {task: explanation_json(one) for task, one in answer.explanations.items()}
-    return values
+        result["explanations"] = {task: explanation_json(one) for task, one in answer.explanations.items()}
+    return result
 
 
-def _task_json(task: Task, output: Tensor, top_k: int) -> dict[str, Any]:
-    logits = output.numpy().astype(np.float64)
-    finite = bool(np.isfinite(logits).all())
-    flag = {} if finite else {"not_a_number": True}
-    if task.kind == "regression":
-        return {"values": {label: _value(x) for label, x in zip(task.labels, logits, strict=True)}, **flag}
-    if task.kind == "multi-label":
+def _groups(tasks: Mapping[str, Task], outputs: Mapping[str, Tensor]) -> dict[tuple[str, int], list[str]]:
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name in outputs:
+        task = tasks[name]
+        groups.setdefault((task.kind, len(task.labels)), []).append(name)
+    return groups
+
+
+def _single_labels(tasks: Sequence[Task], logits: Array, top_k: int) -> list[dict[str, Any]]:
+    made = []
+    for task, top in zip(tasks, _most_probable(logits, top_k), strict=True):
+        listed = [{"label": task.labels[i], "probability": p} for i, p in top]
+        made.append({"label": listed[0]["label"], "confidence": listed[0]["probability"], "top": listed})
+    return made
+
+
+def _multi_labels(tasks: Sequence[Task], logits: Array, top_k: int) -> list[dict[str, Any]]:
+    probabilities = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))
+    orders = np.argsort(-probabilities, axis=-1, kind="stable").tolist()
+    made = []
+    for task, row, order in zip(tasks, probabilities.tolist(), orders, strict=True):
         thresholds = task.thresholds or (DEFAULT_THRESHOLD,) * len(task.labels)
-        if not finite:
-            return {"labels": [], "top": [], **flag}
-        probabilities = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))
-        order = np.argsort(-probabilities, kind="stable")
-        listed = [(task.labels[i], float(probabilities[i]), thresholds[i]) for i in order]
-        return {
-            "labels": [_chance(label, p) for label, p, threshold in listed if p >= threshold],
-            "top": [{**_chance(label, p), "threshold": threshold} for label, p, threshold in listed[:top_k]],
-        }
-    if not finite:
-        return {"label": None, "confidence": None, "top": [], **flag}
-    top = _most_probable(logits, top_k)
-    return {
-        "label": task.labels[top[0][0]],
-        "confidence": round(top[0][1], _DIGITS),
-        "top": [_chance(task.labels[i], p) for i, p in top],
-    }
+        listed = [{"label": task.labels[i], "probability": round(row[i], _DIGITS)} for i in order]
+        made.append(
+            {
+                "labels": [one for one, i in zip(listed, order, strict=True) if row[i] >= thresholds[i]],
+                "top": [{**one, "threshold": thresholds[i]} for one, i in zip(listed[:top_k], order, strict=False)],
+            }
+        )
+    return made
+
+
+def _values(tasks: Sequence[Task], values: Array, top_k: int) -> list[dict[str, Any]]:
+    return [
+        {"values": {label: float(f"{value:.7g}") for label, value in zip(task.labels, row, strict=True)}}
+        for task, row in zip(tasks, values.tolist(), strict=True)
+    ]
+
+
+def _not_a_number(task: Task, output: Tensor) -> dict[str, Any]:
+    """What is left of an answer with NaN or infinite numbers in it."""
+    if task.kind == "regression":
+        pairs = zip(task.labels, output.tolist(), strict=True)
+        return {"values": {label: value if math.isfinite(value) else None for label, value in pairs}, **_FLAG}
+    if task.kind == "multi-label":
+        return {"labels": [], "top": [], **_FLAG}
+    return {"label": None, "confidence": None, "top": [], **_FLAG}
 
 
 def _original_json(original: OriginalAnswer, top_k: int) -> dict[str, Any]:
@@ -69,8 +102,8 @@ def _original_json(original: OriginalAnswer, top_k: int) -> dict[str, Any]:
     top = None
     if original.logits is not None:
         logits = original.logits.numpy().astype(np.float64)
-        finite = bool(np.isfinite(logits).all())
-        top = [_chance(str(i), p) for i, p in _most_probable(logits, top_k)] if finite else []
+        listed = _most_probable(logits[None], top_k)[0] if np.isfinite(logits).all() else []
+        top = [{"label": str(i), "probability": p} for i, p in listed]
     return {"feature_size": len(original.feature), "top": top, "identical": original.identical}
 
 
@@ -100,20 +133,17 @@ def explanation_json(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def _most_probable(logits: "np.ndarray[Any, Any]", count: int) -> list[tuple[int, float]]:
-    exponentials = np.exp(logits - logits.max())
-    probabilities = exponentials / exponentials.sum()
-    order = np.argsort(-logits, kind="stable")[:count]
-    return [(int(i), float(probabilities[i])) for i in order]
-
-
-def _chance(label: str, probability: float) -> dict[str, Any]:
-    return {"label": label, "probability": round(probability, _DIGITS)}
+def _most_probable(logits: Array, count: int) -> list[list[tuple[int, float]]]:
+    """Per row of logits (T, C), the most probable classes, best first."""
+    exponentials = np.exp(logits - logits.max(-1, keepdims=True))
+    probabilities = exponentials / exponentials.sum(-1, keepdims=True)
+    order = np.argsort(-logits, axis=-1, kind="stable")[:, :count]
+    chances = np.take_along_axis(probabilities, order, -1).tolist()
+    return [
+        [(i, round(p, _DIGITS)) for i, p in zip(indices, row, strict=True)]
+        for indices, row in zip(order.tolist(), chances, strict=True)
+    ]
 
 
 def _share(value: float) -> float | None:
-    return round(value, 5) if np.isfinite(value) else None
-
-
-def _value(value: float) -> float | None:
-    return float(f"{value:.7g}") if np.isfinite(value) else None
+    return round(value, 5) if math.isfinite(value) else None

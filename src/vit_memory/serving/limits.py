@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
+from anyio import fail_after
 from starlette.requests import ClientDisconnect, Request
 
 from vit_memory.serving.problems import ProblemError
@@ -59,8 +60,9 @@ class Body:
         more = True
         while more:
             try:
-                message = await asyncio.wait_for(self._request.receive(), max(0.0, until - time.monotonic()))
-            except asyncio.TimeoutError:
+                with fail_after(until - time.monotonic()):
+                    message = await self._request.receive()
+            except TimeoutError:
                 raise ProblemError(
                     408, f"the body did not arrive within {self._timeout_s:g} s.", headers={"Connection": "close"}
                 ) from None

@@ -172,13 +172,17 @@ FILE: Schema = {"content": {"application/octet-stream": {"schema": _FILE}}}
 EVENTS: Schema = {"content": {"text/event-stream": {"schema": _TEXT}}}
 FILE_BODY: Schema = {"required": True, **FILE}
 _FORM = PredictOptions.model_json_schema()
+PREDICT_QUERY: list[Schema] = [
+    {"name": name, "in": "query", "required": False, "description": schema["description"], "schema": schema}
+    for name, schema in _FORM["properties"].items()
+]
 PREDICT_BODY: Schema = {
     "required": True,
     "content": {
         "multipart/form-data": {
             "schema": {
                 "type": "object",
-                "properties": {IMAGE_FIELDS[0]: _list(_FILE), **_FORM["properties"]},
+                "properties": {IMAGE_FIELDS[0]: {**_list(_FILE), "minItems": 1}, **_FORM["properties"]},
                 "required": [IMAGE_FIELDS[0]],
             }
         },

@@ -3,16 +3,16 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from vit_memory.errors import DataError, ImageError, TaskError
 from vit_memory.serving.answer_json import answer_json
 from vit_memory.serving.engine import Answer
 from vit_memory.serving.limits import Body, unless_gone
-from vit_memory.serving.openapi import PREDICT_BODY, PREDICTION, responses
-from vit_memory.serving.predict_body import PredictOptions, SentImage, read_images
+from vit_memory.serving.openapi import PREDICT_BODY, PREDICT_QUERY, PREDICTION, responses
+from vit_memory.serving.predict_body import PredictOptions, SentImage, query_options, read_images
 from vit_memory.serving.problems import ProblemError, json_bytes, problem_of
 from vit_memory.serving.security import PREDICT
 from vit_memory.serving.state import ServerState
@@ -30,10 +30,11 @@ def router(state: ServerState) -> APIRouter:
         "/predict",
         summary="Answer images",
         responses=responses({200: PREDICTION}, 400, 401, 403, 404, 408, 413, 415, 422, 503, 504),
-        openapi_extra={"requestBody": PREDICT_BODY},
+        openapi_extra={"requestBody": PREDICT_BODY, "parameters": PREDICT_QUERY},
     )
-    async def predict(request: Request, query: Annotated[PredictOptions, Query()]) -> Response:
+    async def predict(request: Request) -> Response:
         started = time.perf_counter()
+        query = query_options(request)
         task_set = state.engine.task_set
         if state.engine.stats.waiting >= state.engine.options.max_queue:
             raise ProblemError(503, "the queue is full. Try again.")  # before its body takes memory

@@ -35,7 +35,7 @@ SECURITY_HEADERS = {
 }
 
 
-def allow_predict(
+async def allow_predict(  # async although it never waits: FastAPI runs others in a thread
     request: Request,
     credentials: HTTPAuthorizationCredentials | None = Security(_bearer),  # noqa: B008 - FastAPI's way
 ) -> None:
@@ -52,13 +52,13 @@ def allow_predict(
         raise ProblemError(401, "the token is not valid.", headers=_CHALLENGE)
 
 
-def allow_admin(
+async def allow_admin(
     request: Request,
     credentials: HTTPAuthorizationCredentials | None = Security(_bearer),  # noqa: B008
 ) -> None:
     """A dependency of routes that change tasks: 401 without a valid token, 403 with one that only predicts."""
     settings = state_of(request).settings
-    allow_predict(request, credentials)
+    await allow_predict(request, credentials)
     if settings.admin_token is None:
         if settings.token is not None:
             raise ProblemError(403, "changing tasks needs an admin token; this server was started without one.")

@@ -26,20 +26,21 @@ class ServerState:
     listeners: int = 0  # open streams of events
     requests: int = 0  # being answered
     on_ready: Callable[[], None] = lambda: None
+    backbone_name: str = field(init=False)  # for clients: of one loaded from a folder, the folder's name alone
+    _paths: list[str] = field(init=False)  # that no message may show
 
-    @property
-    def backbone_name(self) -> str:
-        """The name of the backbone for clients: of one loaded from a folder, the folder's name alone."""
+    def __post_init__(self) -> None:
         name = self.engine.task_set.model.backbone.name
-        return Path(name).name if _is_local(name) else name
+        is_local = name.startswith((".", "~")) or Path(name).is_absolute() or Path(name).exists()
+        self.backbone_name = (Path(name).name or "backbone") if is_local else name
+        folder = self.settings.bundle_folder
+        paths = [name] if is_local else []
+        paths += [] if folder is None else [str(folder), str(folder.absolute()), str(folder.resolve())]
+        self._paths = sorted({path for path in paths if Path(path).name not in ("", path)}, key=len, reverse=True)
 
     def public(self, message: str) -> str:
         """A message without paths of this machine."""
-        name = self.engine.task_set.model.backbone.name
-        local = [name] if _is_local(name) else []
-        if self.settings.bundle_folder is not None:
-            local += [str(self.settings.bundle_folder), str(self.settings.bundle_folder.absolute())]
-        for path in sorted(local, key=len, reverse=True):
+        for path in self._paths:
             message = message.replace(path, Path(path).name)
         return message
 
@@ -48,8 +49,3 @@ def state_of(request: Request) -> ServerState:
     """The state of the server that a request came to."""
     state: ServerState = request.app.state.server
     return state
-
-
-def _is_local(name: str) -> bool:
-    """Whether a backbone's name is a path; `google/vit-base-patch16-224` is the name of a model."""
-    return name.startswith((".", "~")) or Path(name).is_absolute() or Path(name).exists()
