@@ -3,7 +3,7 @@
 import { AttentionView } from "./attention.js";
 import { hasClassToken, originalCard, taskCard } from "./answers.js";
 import { preprocessingOf } from "./crop.js";
-import { byId, setText } from "./elements.js";
+import { byId, setText, styled } from "./elements.js";
 import { Explanations } from "./explanations.js";
 import { watchImageInput } from "./image_input.js";
 import { LiveStatus } from "./live.js";
@@ -193,9 +193,7 @@ function renderSummary() {
   const time = image ? milliseconds(image.stages_ms.compute) : "";
   setText(
     byId("summary"),
-    image
-      ? `${count(Object.keys(image.tasks).length, "task")} answered in ${passes()}: ${time}${cost}.`
-      : "",
+    image ? `${count(Object.keys(image.tasks).length, "task")} answered in ${passes()}: ${time}${cost}.` : "",
   );
 }
 
@@ -277,6 +275,8 @@ function start() {
     renderAnswers();
   });
   byId("picture").addEventListener("error", () => byId("stage").classList.add("undisplayable"));
+  const column = document.querySelector(".give");
+  new ResizeObserver(() => styled(column, { "--own-height": `${column.offsetHeight}px` })).observe(column);
   new ResizeObserver(renderGraph).observe(byId("graph").parentElement);
   watchImageInput({
     onImage: takeImage,

@@ -45,7 +45,7 @@ function digit(c, pixels, background, ink) {
   const [red, green, blue] = [1, 3, 5].map((k) => parseInt(ink.slice(k, k + 2), 16));
   for (let k = 0; k < stroke.data.length; k += 4) {
     // Enlarged 28 times, the edges of a stroke are a blur.
-    const edge = Math.min(1, Math.max(0, (stroke.data[k + 3] / 255 - 0.4) / 0.35))
+    const edge = Math.min(1, Math.max(0, (stroke.data[k + 3] / 255 - 0.4) / 0.35));
     stroke.data.set([red, green, blue, 255 * edge * edge * (3 - 2 * edge)], k);
   }
   context.putImageData(stroke, 0, 0);

@@ -95,7 +95,7 @@ function place(width, depth, branches, ordered) {
     x: (block) => left + (block + 0.5) * pitch,
     y: (name) => lane.get(name),
     nameWidth: narrow ? width * 0.55 : names - 10,
-    answerWidth: narrow ? width * 0.42 - gutter : answers - 12,
+    answerWidth: answers - 12,
   };
 }
 
@@ -236,15 +236,13 @@ function parentArcs(plan, task, lit) {
 
 function texts(plan, y, { title, note, answer }) {
   const baseline = plan.narrow ? y - 13 : y + 4;
-  const first = svg(
-    "text",
-    { x: plan.text, y: !plan.narrow && note ? y - 2 : baseline, class: "title" },
-    fit(title, plan.nameWidth, 7.6),
-  );
+  const name = fit(title, plan.nameWidth, 7.6);
+  const first = svg("text", { x: plan.text, y: !plan.narrow && note ? y - 2 : baseline, class: "title" }, name);
   if (note && !plan.narrow)
     first.append(svg("tspan", { x: plan.text, dy: 14, class: "note" }, fit(note, plan.nameWidth, 6.4)));
   const end = plan.narrow ? { x: plan.width - 2, "text-anchor": "end" } : { x: plan.right + 14 };
-  const last = svg("text", { ...end, y: baseline, class: "answer" }, fit(answer, plan.answerWidth, 7.2));
+  const space = plan.narrow ? plan.width - plan.text - 8 * name.length - 12 : plan.answerWidth; // beside the name
+  const last = svg("text", { ...end, y: baseline, class: "answer" }, fit(answer, space, 7.2));
   return { first, last };
 }
 
