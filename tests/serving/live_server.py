@@ -8,9 +8,10 @@ import uvicorn
 
 
 @contextmanager
-def live(app):
-    """The address of a server that runs an application until the block ends."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, lifespan="on", log_config=None))
+def live(app, **options):
+    """The address of a server that runs an application until the block ends; `options` are uvicorn's."""
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, lifespan="on", log_config=None, **options)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:

@@ -14,6 +14,7 @@ from http_builders import IMAGE, check_problem, zoo
 from live_server import live
 
 from vit_memory import MemoryViT
+from vit_memory.serving import connections
 from vit_memory.serving.app import create_app
 from vit_memory.serving.options import EngineOptions
 from vit_memory.serving.settings import Limits, Settings
@@ -169,6 +170,27 @@ def test_more_requests_at_once_than_allowed_are_a_503_but_a_busy_server_is_still
         until(lambda: state.engine.stats.waiting == 1)
         check_problem(httpx.get(f"{url}/v1/tasks"), 503)
         assert httpx.get(f"{url}/v2/health/live").status_code == 200
+
+
+def test_headers_have_a_limit_and_a_time_and_large_bodies_have_neither(monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 1.0)
+    app = create_app(MemoryViT(backbone(), zoo()))
+    with live(app, http=connections.GuardedConnection) as url:
+        for endless in (b"X: " + b"x" * 200_000, b"X: x\r\n" * 30_000, b"x" * 200_000):
+            with connect(url) as connection, contextlib.suppress(ConnectionError):  # it may be closed meanwhile
+                connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n" + endless)
+                assert connection.recv(65536).startswith(b"HTTP/1.1 400")
+        with connect(url) as connection:
+            connection.sendall(b"GET / HTT")
+            started = time.monotonic()
+            assert connection.recv(65536) == b"", "closed without an answer"
+            assert 0.5 < time.monotonic() - started < 20
+        with httpx.Client(base_url=url) as client:  # one connection, kept
+            for _ in range(3):
+                assert client.post("/v1/predict", content=bytes(5_000_000), headers=IMAGE).status_code == 422
+                assert client.get("/v1/tasks").status_code == 200
+            time.sleep(1.5)
+            assert client.get("/v1/tasks").status_code == 200
 
 
 def test_events_tell_of_every_change_and_have_a_limit():

@@ -2,10 +2,16 @@
 
 import json
 import random
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
-from engine_builders import jpeg
+from engine_builders import PREPROCESSING, jpeg
 from http_builders import IMAGE, as_json, bundle_in, check_problem, client_of, file_of, predict
+
+from builders import tiny_backbone, trained
+from vit_memory.files.container import container_bytes, read_container
+from vit_memory.files.taskfile import task_bytes
 
 JSON = {"content-type": "application/json"}
 FORM = {"content-type": "multipart/form-data; boundary=b"}
@@ -109,13 +115,56 @@ def test_malformed_input_gets_its_status_and_the_next_request_is_served(client, 
 
 
 def test_a_task_of_another_backbone_is_a_409_without_paths(client):
-    from builders import tiny_backbone, trained
-    from vit_memory.files.taskfile import task_bytes
-
     stranger = task_bytes(trained(tiny_backbone("dinov2"), "stranger"))
     record = check_problem(client.put("/v1/tasks/stranger", content=stranger), 409)
     assert "was trained on" in record["detail"]
     assert check_problem(client.get("/v1/tasks/stranger"), 404)
+
+
+def hostile_file(change):
+    """A task file that is whole, with a checksum of its own, and whose description was changed."""
+    metadata, tensors = read_container(Path("new"), bytearray(file_of("new")))
+    description = json.loads(metadata["task"])
+    text = change(description) or json.dumps(description)
+    return b"".join(container_bytes({**metadata, "task": text}, tensors))
+
+
+def preprocessing(**values):
+    return lambda description: description.update(preprocessing={**asdict(PREPROCESSING), **values})
+
+
+NESTED = "[" * 100_000 + "]" * 100_000
+HOSTILE = {
+    "a number beyond all": lambda d: json.dumps(d).replace('"metrics": {}', '"metrics": {"x": 1e999}'),
+    "a record nested deeply": lambda d: json.dumps(d).replace('"metrics": {}', f'"metrics": {{"x": {NESTED}}}'),
+    "an image size in words": preprocessing(resize="large"),
+    "an image size of a million": preprocessing(resize=10**6),
+    "an image size of three": preprocessing(crop=[1, 2, 3]),
+    "a mean in words": preprocessing(mean=["a", "b", "c"]),
+    "a deviation of zero": preprocessing(std=[1, 0, 1]),
+    "an interpolation that nobody knows": preprocessing(interpolation="magic"),
+    "labels that are numbers": lambda d: d.update(labels=[1, 2, 3]),
+    "a label twice": lambda d: d.update(labels=["a", "a", "b"]),
+    "a name with folders": lambda d: d.update(name="../../new"),
+    "a parent that is itself": lambda d: d.update(parents=[{"name": "new", "digest": None}]),
+    "another number of blocks": lambda d: d["backbone"].update(depth=10**9),
+    "half a character": lambda d: d.update(created="\ud800"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_whole_file_with_a_hostile_description_is_refused_and_changes_nothing(client, case):
+    before = client.get("/v1/tasks").json()
+    response = client.put("/v1/tasks/new", content=hostile_file(HOSTILE[case]))
+    check_problem(response, 409 if case == "another number of blocks" and "trained on" in response.text else 400)
+    assert client.get("/v1/tasks").json() == before
+    assert predict(client).status_code == 200
+
+
+def test_a_changed_description_that_is_harmless_is_taken(client):
+    assert client.put("/v1/tasks/new", content=hostile_file(preprocessing(resize=[48, 48]))).status_code == 201
+    assert predict(client).status_code == 200
+    assert client.delete("/v1/tasks/new").status_code == 204
 
 
 def test_mutated_bodies_of_every_kind_are_never_a_500(client):

@@ -1,18 +1,21 @@
 """What the files of tasks and branches share: their format, the parts of their descriptions, and their tensors."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from vit_memory.backbone import BackboneIdentity
 from vit_memory.errors import DamagedFile, NewerFormat, TaskError
-from vit_memory.preprocessing import Preprocessing
+from vit_memory.preprocessing import Interpolation, Preprocessing, Resampler
 from vit_memory.task import TaskRecord
+
+_LARGEST_SIDE, _MOST_CHANNELS = 16384, 16  # of images; more is no preprocessing
 
 
 def check_format(path: Path, text: str, name: str, version: int) -> None:
@@ -125,11 +128,30 @@ def read_preprocessing(values: Mapping[str, Any] | None) -> Preprocessing | None
     if values is None:
         return None
     resize, crop = values["resize"], values["crop"]
+    mean, std = (read_numbers(values[key], f"preprocessing {key}") for key in ("mean", "std"))
+    if not all(map(math.isfinite, (*mean, *std))) or not all(std) or not len(mean) == len(std) <= _MOST_CHANNELS:
+        raise TypeError(f"preprocessing mean and std: {mean!r}, {std!r}")
+    # The first files of 0.1.0 have no resampler.
+    interpolation, resampler = values["interpolation"], values.get("resampler", "torch")
+    for word, words in ((interpolation, get_args(Interpolation)), (resampler, get_args(Resampler))):
+        if word not in words:
+            raise TypeError(f"preprocessing: {word!r} is none of {', '.join(words)}")
     return Preprocessing(
-        resize=tuple(resize) if isinstance(resize, list) else resize,
-        crop=None if crop is None else tuple(crop),
-        mean=tuple(values["mean"]),
-        std=tuple(values["std"]),
-        interpolation=values["interpolation"],
-        resampler=values.get("resampler", "torch"),  # the first files of 0.1.0 have no such field
+        resize=_size_pair(resize) if isinstance(resize, list) else None if resize is None else _size(resize),
+        crop=None if crop is None else _size_pair(crop),
+        mean=mean,
+        std=std,
+        interpolation=interpolation,
+        resampler=resampler,
     )
+
+
+def _size_pair(values: Any) -> tuple[int, int]:
+    height, width = values
+    return _size(height), _size(width)
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 < value <= _LARGEST_SIDE:
+        raise TypeError(f"preprocessing: {value!r} is no image size")
+    return value

@@ -1,5 +1,6 @@
 """Tasks, branches, the backbone and the state of a server as JSON values."""
 
+import math
 import os
 from dataclasses import asdict
 from typing import Any
@@ -28,7 +29,7 @@ def task_json(task: Task, digest: str, branch: Branch | None) -> dict[str, Any]:
         "parameters": task.parameters,
         "cells": task.cells,
         "size_bytes": _stored_bytes(task),
-        "metrics": dict(task.record.metrics),
+        "metrics": _without_infinities(dict(task.record.metrics)),
         "preprocessing": None if preprocessing is None else asdict(preprocessing),
     }
 
@@ -97,3 +98,12 @@ def _stored_bytes(item: Task | Branch) -> int:
     """The size of its parameters in its file."""
     tensors = item.tensors().values()
     return sum(tensor.numel() for tensor in tensors) * (2 if all(t.dtype == torch.float16 for t in tensors) else 4)
+
+
+def _without_infinities(value: Any) -> Any:
+    """JSON values of a file, which may write a number that is too large for any."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_infinities(item) for key, item in value.items()}
+    return [_without_infinities(item) for item in value] if isinstance(value, list) else value

@@ -24,6 +24,7 @@ from vit_memory.files.collect import collect
 from vit_memory.files.manifest import MANIFEST
 from vit_memory.parallel import limit_threads
 from vit_memory.serving.app import create_app
+from vit_memory.serving.connections import GuardedConnection
 from vit_memory.serving.logs import configure_logs
 from vit_memory.serving.metrics import share_between_workers
 from vit_memory.serving.security import LOOPBACK, is_loopback
@@ -74,7 +75,7 @@ class ServePlan:
     @property
     def open_to_browsers(self) -> bool:
         """Whether a page that a browser on this machine shows could use the server, since nothing is secret."""
-        return self.settings.token is None and self.settings.admin_token is None and not self.insecure
+        return self.settings.token is None and not self.insecure
 
 
 def run(plan: ServePlan) -> None:
@@ -115,6 +116,7 @@ def serve_app(app: FastAPI, plan: ServePlan, listener: socket.socket) -> None:
         access_log=False,
         server_header=False,
         ws="none",
+        http=GuardedConnection,
         timeout_graceful_shutdown=int(plan.settings.engine.timeout_s) + _GRACE_S,
     )
     uvicorn.Server(config).run(sockets=[listener])

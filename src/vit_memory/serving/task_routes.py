@@ -6,6 +6,7 @@ unawares.
 """
 
 import asyncio
+import logging
 import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 
 from vit_memory.branch import Branch
+from vit_memory.errors import VitMemoryError
 from vit_memory.files.branchfile import branch_bytes, branch_from_bytes
 from vit_memory.files.taskfile import task_bytes, task_from_bytes
 from vit_memory.serving.descriptions import branch_json, status_json, task_json, tasks_json
@@ -29,6 +31,7 @@ from vit_memory.task import Task, check_name
 _ETAGS = re.compile(r'\s*(?:W/)?"([^"]*)"\s*(?:,|$)')
 _LOOK_EVERY_S, _KEEP_ALIVE_EVERY = 0.2, 75  # looks between comments that keep proxies from closing a stream
 Item = Task | Branch
+log = logging.getLogger(__name__)
 
 
 def router(state: ServerState) -> APIRouter:
@@ -104,7 +107,7 @@ def _add_item_routes(routes: APIRouter, state: ServerState, kind: Literal["task"
         check_name(name, kind)
         guard = _guard(request, kind, name)
         with Body(request, state.bodies, limits.max_file_bytes, limits.body_timeout_s) as body:
-            item = await asyncio.to_thread(read, await body.read(), f"{name}.safetensors")
+            item = await asyncio.to_thread(_read_checked, read, await body.read(), f"{name}.safetensors")
         if item.name != name:
             raise ProblemError(400, f"the file holds a {kind} called {item.name!r}, not {name!r}: use its own name.")
         created = False
@@ -114,7 +117,13 @@ def _add_item_routes(routes: APIRouter, state: ServerState, kind: Literal["task"
             guard(digest)
             created = digest is None
 
-        task_set = await store.put(item, check)
+        try:
+            task_set = await store.put(item, check)
+        except (ProblemError, VitMemoryError):
+            raise
+        except Exception as error:  # every byte was checked, but not what each number does to the model
+            log.warning("a %s that was uploaded cannot be served", kind, exc_info=True)
+            raise ProblemError(400, f"this {kind} cannot be served ({type(error).__name__}).") from error
         place = (
             {"Location": f"{request.scope.get('root_path', '')}/v1/{tags[0]}/{quote(name, safe='')}"} if created else {}
         )
@@ -139,6 +148,20 @@ def _add_item_routes(routes: APIRouter, state: ServerState, kind: Literal["task"
 
         await store.remove(name, branch=is_branch, check=check)
         return Response(status_code=204)
+
+
+def _read_checked(read: Callable[[bytearray, str], Item], content: bytearray, name: str) -> Item:
+    """The task or branch in a file, if it can be written as a file again: a record may hold what JSON cannot."""
+    try:
+        item = read(content, name)
+        if isinstance(item, Branch):
+            branch_bytes(item)
+        else:
+            task_bytes(item)
+            json_bytes(task_json(item, "", None))
+    except (ValueError, RecursionError) as error:
+        raise ProblemError(400, f"{name}: its description cannot be written as JSON: {error}.") from None
+    return item
 
 
 _GUARDS = [
