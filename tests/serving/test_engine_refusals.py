@@ -157,6 +157,24 @@ def test_close_answers_what_was_admitted_and_refuses_the_rest(passes):
     assert torch.get_num_threads() == threads
 
 
+def test_an_engine_whose_start_is_cancelled_ends(passes):
+    async def run():
+        passes.hold()
+        engine = Engine(model_of("a"))
+        starting = asyncio.ensure_future(engine.__aenter__())
+        await passes.entered()
+        starting.cancel()
+        await asyncio.sleep(0)
+        passes.release()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert not engine._model_thread._thread.is_alive()
+        with pytest.raises(EngineClosed):
+            await engine.predict(jpeg())
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_an_observer_that_fails_disturbs_no_answer(caplog):
     class Broken(Observer):
         def answered(self, answer):

@@ -11,6 +11,7 @@ from engine_builders import HeldPasses, as_input, backbone, jpeg, model_of, task
 from builders import ROUNDING, trained_branch, worst
 from vit_memory import BackboneMismatch, GraphError, MemoryViT, load_backbone, new_task
 from vit_memory.errors import EngineClosed, ServingError
+from vit_memory.serving import model_thread
 from vit_memory.serving.engine import Engine, EngineOptions, Observer
 from vit_memory.serving.task_set import TaskSet
 
@@ -92,6 +93,7 @@ def test_an_old_version_is_released_when_its_last_request_is_answered(passes):
         async with Engine(model_of("first"), EngineOptions(max_wait_ms=0)) as engine:
             await engine.predict(jpeg(0))
             old = weakref.ref(engine.task_set.model)
+            await until(lambda: not engine._model_thread._plan.has_work)  # nothing else passes through its hands
             passes.hold()
             last = asyncio.ensure_future(engine.predict(jpeg(0), explain=["first"], check_original=True))
             await passes.entered()
@@ -101,8 +103,7 @@ def test_an_old_version_is_released_when_its_last_request_is_answered(passes):
             passes.release()
             await change
             answer = await last
-            await engine.predict(jpeg(0))
-            await until(lambda: old() is None)
+            await until(lambda: old() is None)  # without another request to push it out
             return answer
 
     gc.collect()
@@ -211,5 +212,25 @@ def test_new_shapes_are_proved_between_passes_and_change_no_bit_of_the_original_
             assert worst(answers[0].outputs["a"], answers[1].outputs["a"]) <= ROUNDING
             assert torch.equal(answers[0].original.feature, answers[1].original.feature)
             assert all(answer.original.identical for answer in answers)
+
+    asyncio.run(run())
+
+
+def test_the_cost_of_a_pass_is_measured_once_per_version_in_quiet_moments(monkeypatch):
+    passes = HeldPasses(monkeypatch)
+    monkeypatch.setattr(model_thread, "_QUIET", 0.01)
+
+    async def run():
+        async with Engine(model_of("a", "b")) as engine:
+            await until(lambda: engine.stats.cost is not None)
+            assert 0.1 < engine.stats.cost < 100
+            change = asyncio.ensure_future(engine.remove(["a"]))
+            await until(lambda: engine.stats.cost is None)
+            await change
+            await until(lambda: engine.stats.cost is not None)
+            known = len(passes.batches)
+            await asyncio.sleep(0.1)
+            assert len(passes.batches) == known
+            assert engine.stats.passes == 0
 
     asyncio.run(run())

@@ -100,6 +100,7 @@ class Engine:
         try:
             await self._loop.run_in_executor(self._preparer, warm_up, [way for way, _ in self._task_set.groups])
             await self._prepare(self._task_set, self._task_set.groups or [(None, frozenset())])
+            self._queue.run(partial(self._model_thread.prepare_for, self._task_set, self.options.max_batch))
         except BaseException:
             await self.close()
             raise
@@ -219,7 +220,9 @@ class Engine:
             if commit is not None:
                 await loop.run_in_executor(self._preparer, commit)
             self._task_set = new
+            self._queue.run(partial(self._model_thread.prepare_for, new, self.options.max_batch))
             self._counts.changes += 1
+            self._counts.cost = None
             self._tell(lambda observer: observer.changed(new))
             return new
 
@@ -249,6 +252,8 @@ class Engine:
         tried: Future[None] = Future()
 
         def job() -> None:
+            if not tried.set_running_or_notify_cancel():
+                return
             try:
                 self._model_thread.answer_blank(task_set, untried)
             except Exception as error:
@@ -259,7 +264,6 @@ class Engine:
         if untried:
             self._queue.run(job)
             await asyncio.wrap_future(tried)
-        self._model_thread.prepare_for(task_set, self.options.max_batch)
 
     def _tell(self, event: Callable[[Observer], None]) -> None:
         try:

@@ -65,7 +65,10 @@ class ModelThread:
         self._thread.join()
 
     def prepare_for(self, task_set: TaskSet, max_batch: int) -> None:
-        """In idle moments, prove the join plan of passes with all tasks of this version, and measure their cost."""
+        """In idle moments from now on, prove the join plan of passes with all tasks of this version, and measure them.
+
+        In this thread, as a job, so that the thread wakes up for it.
+        """
         self._plan.plan_ahead(_shapes(task_set, max_batch, self._threads))
         self._to_measure = task_set, []
 
@@ -76,20 +79,26 @@ class ModelThread:
             self._threads.map(compute, [_blank(self._backbone, _size(self._backbone, preprocessing))])
 
     def _run(self) -> None:
-        with self._threads:
-            self._use_idle_moment()
-            while True:
-                work = self._queue.take(self._patience())
-                if work is None:
-                    break
+        try:
+            with self._threads:
+                self._use_idle_moment()
+                self._work()
+        finally:
+            self._queue.stop()
+            self._at_end()
+
+    def _work(self) -> None:
+        while (work := self._queue.take(self._patience())) is not None:
+            try:
                 if callable(work):
                     work()
                 elif work:
                     self._compute(work)
                 else:
                     self._use_idle_moment()
-                del work  # it would keep an old version alive until the next batch
-        self._at_end()
+            except Exception:  # a bug of ours: other requests are answered nevertheless
+                log.exception("the model's thread goes on after an error")
+            del work  # it would keep an old version alive until the next batch
 
     def _use_idle_moment(self) -> None:
         try:
