@@ -66,6 +66,7 @@ CASES = {
     "an unknown task": (404, PREDICT, jpeg(), IMAGE, {"tasks": "nobody"}),
     "a name with folders": (404, PREDICT, jpeg(), IMAGE, {"tasks": "../../etc/passwd"}),
     "a type that is not taken": (415, PREDICT, b"a=b", {"content-type": "application/x-www-form-urlencoded"}, {}),
+    "a compressed body": (415, PREDICT, jpeg(), {**IMAGE, "content-encoding": "gzip"}, {}),
     "no type": (415, PREDICT, b"a=b", {}, {}),
     "too many images in json": (413, PREDICT, json.dumps(as_json(*[b"x"] * 65)).encode(), JSON, {}),
     "too many images in a form": (413, PREDICT, OPEN_FORM * 65 + form(), FORM, {}),
@@ -88,6 +89,7 @@ CASES = {
     "an unknown branch": (404, ("GET", "/v1/branches/nobody", "/v1/branches/{name}"), b"", {}, {}),
     "a file of an unknown task": (404, ("GET", "/v1/tasks/nobody/file", "/v1/tasks/{name}/file"), b"", {}, {}),
     "a task instead of a branch": (400, ("PUT", "/v1/branches/new", "/v1/branches/{name}"), file_of("new"), {}, {}),
+    "a slash too many": (404, ("GET", "/v1/tasks/", None), b"", {}, {}),
     "an unknown route": (404, ("GET", "/v1/nothing", None), b"", {}, {}),
     "a wrong method": (405, ("PATCH", "/v1/tasks/pets", None), b"", {}, {}),
 }  # fmt: skip

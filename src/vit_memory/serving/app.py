@@ -73,6 +73,7 @@ def create_app(
         description="One image, one pass of the backbone, the answers of all tasks.",
         docs_url=None,  # FastAPI's own page loads its scripts from elsewhere
         redoc_url=None,
+        redirect_slashes=False,  # to an address that the client's Host header makes up
         lifespan=_lifespan(state, metrics),
     )
     app.state.server = state

@@ -30,15 +30,12 @@ def configure_logs(form: LogFormat, level: str = "info") -> None:
     """Log to stderr in this form, uvicorn's messages too; its own lines about requests are left out."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    for name in ("vit_memory", "uvicorn", "uvicorn.error"):
+    lowest = getattr(logging, level.upper())
+    for name in ("vit_memory", "uvicorn", "asyncio"):
         logger = logging.getLogger(name)
-        logger.handlers = [handler] if name != "uvicorn.error" else []
-        logger.setLevel(level.upper())
-        logger.propagate = name == "uvicorn.error"
-    # Every start and stop of a connection and worker is in there; what a user needs to know is logged by the command.
-    logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, getattr(logging, level.upper())))
-    access = logging.getLogger("uvicorn.access")
-    access.handlers, access.propagate = [], False
+        logger.handlers, logger.propagate = [handler], False
+        # What others say of every start and stop is said by this package already.
+        logger.setLevel(lowest if name == "vit_memory" else max(logging.WARNING, lowest))
 
 
 class JsonFormatter(logging.Formatter):

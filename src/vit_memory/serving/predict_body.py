@@ -93,6 +93,11 @@ async def read_images(
     """The images of a request and its options; those in the body come before those in the query."""
     content_type = request.headers.get("content-type", "")
     media_type = content_type.partition(";")[0].strip().lower()
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise ProblemError(
+            415, f"the body is encoded as {encoding[:40]!r}; images are compressed already, send it plain."
+        )
     if media_type == "multipart/form-data":
         return await _read_form(content_type, body, query, max_images)
     if media_type == "application/json":
