@@ -12,7 +12,7 @@ demo: setup  ## set up, then teach the bundled backbone three tasks and write de
 test: lint types  ## set up, then lint, types, tests
 	$(BIN)/pytest -n 2 -m "not slow"
 
-test-slow: $(VENV)/.notebooks  ## the slow evidence alone: every family and graph through the compilers, the notebooks
+test-slow: $(VENV)/.notebooks $(VENV)/.browser  ## the slow evidence alone: compilers, notebooks, the page in a browser
 	$(BIN)/pytest -n 2 -m slow
 
 test-all: test test-slow  ## everything
@@ -33,6 +33,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt scripts/dev/torchvision_beside_cp
 # Jupyter's parts are forty packages, so they are installed where they are needed: here and for the slow tests.
 $(VENV)/.notebooks: $(VENV)/.ready
 	$(BIN)/pip install -q -c constraints.txt -e '.[notebooks]'
+	touch $@
+
+# The page of the server is tested in Chromium, where one is installed.
+$(VENV)/.browser: $(VENV)/.ready
+	$(BIN)/pip install -q -c constraints.txt -e '.[browser]'
 	touch $@
 
 lint: setup

@@ -92,6 +92,7 @@ def photo():
     return content.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_page_shows_what_the_model_answers(visit, url, backbone, tasks, photo, width):
     here = visit(url, width=width)
@@ -118,6 +119,7 @@ def test_the_page_shows_what_the_model_answers(visit, url, backbone, tasks, phot
     here.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_visitor_sees_where_a_task_looked_with_the_keyboard(visit, url, backbone, photo, width):
     here = visit(url, width=width)
@@ -143,6 +145,7 @@ def test_a_visitor_sees_where_a_task_looked_with_the_keyboard(visit, url, backbo
     here.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_task_is_added_and_removed_without_a_reload(visit, url, backbone, tmp_path, width):
     save_task(trained(backbone, "birds", labels=("robin", "wren"), parents=["pets"]), tmp_path / "b.safetensors")
@@ -172,6 +175,7 @@ def test_a_task_is_added_and_removed_without_a_reload(visit, url, backbone, tmp_
     here.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", ["open", "broken"])
 def test_a_task_that_somebody_else_adds_appears(visit, url, backbone, tmp_path, stream):
     save_task(trained(backbone, "fish"), tmp_path / "fish.safetensors")
@@ -188,6 +192,7 @@ def test_a_task_that_somebody_else_adds_appears(visit, url, backbone, tmp_path, 
     here.card("fish").wait_for(state="detached")
 
 
+@pytest.mark.slow
 def test_an_image_can_be_dropped_pasted_or_taken_with_the_camera(visit, url, photo):
     here = visit(url)
     here.wait_for_answer()
@@ -214,6 +219,7 @@ def test_an_image_can_be_dropped_pasted_or_taken_with_the_camera(visit, url, pho
     here.check()
 
 
+@pytest.mark.slow
 def test_an_image_that_is_none_is_told_in_plain_words(visit, url):
     here = visit(url)
     here.wait_for_answer()
@@ -226,6 +232,7 @@ def test_an_image_that_is_none_is_told_in_plain_words(visit, url):
     assert here.page.locator("#problem").is_hidden()
 
 
+@pytest.mark.slow
 def test_the_page_asks_for_tokens_and_forgets_them(visit, tmp_path, tasks, backbone):
     save_task(trained(backbone, "birds"), tmp_path / "birds.safetensors")
     with serving(tmp_path / "zoo", *tasks, token="to-predict", admin_token="to-change") as url:
@@ -248,6 +255,7 @@ def test_the_page_asks_for_tokens_and_forgets_them(visit, tmp_path, tasks, backb
         assert here.page.evaluate("Object.values(sessionStorage)") == ["to-change"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_axe_finds_no_serious_fault(visit, url, width, scheme):
