@@ -10,11 +10,15 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _logs_as_before():
-    """The command `serve` sends logs to stderr; that of a test is closed when the test ends."""
+def _no_log_handlers():
+    """Commands send logs to stderr, and that of a test is closed when the test ends: begin and end without."""
     loggers = [logging.getLogger(name) for name in ("vit_memory", "uvicorn", "asyncio")]
-    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+
+    def reset():
+        for logger in loggers:
+            logger.handlers, logger.propagate = [], True
+            logger.setLevel(logging.NOTSET)
+
+    reset()
     yield
-    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
-        logger.handlers, logger.propagate = handlers, propagate
-        logger.setLevel(level)
+    reset()
