@@ -7,21 +7,16 @@ below are all that it may call. `tests/test_findings.py` writes the page again a
 """
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from vit_memory.atomic import write_atomic
 from vit_memory.errors import VitMemoryError
 from vit_memory.evaluation.reproduce.records import RecordFolder
-from vit_memory.evaluation.statistics import difference
 from vit_memory.report.experiments import evidence_of
 from vit_memory.report.experiments.evidence import Comparison, percent, points
-from vit_memory.report.experiments.together import extended_and_alone
 
 RESULTS = Path(__file__).parents[1] / "results"
 EXPRESSION = re.compile(r"\{\{(.+?)\}\}", re.DOTALL)
@@ -38,10 +33,7 @@ class Findings:
 
     def functions(self) -> Mapping[str, Callable[..., str]]:
         """By the name that the template calls them."""
-        return {
-            name: getattr(self, name)
-            for name in ("accuracy", "gap", "verdict", "number", "seeds", "together", "after", "extended", "measured")
-        }
+        return {name: getattr(self, name) for name in ("accuracy", "gap", "verdict", "number", "seeds", "setting")}
 
     def accuracy(self, method: str, dataset: str | None = None, *, per_class: int | None = None) -> str:
         """Mean test accuracy over the datasets, or on one, with its interval."""
@@ -77,40 +69,13 @@ class Findings:
         """How many seeds a method was trained with, the fewest of any dataset."""
         return _NUMBERS[min(len(self.main.of(method, dataset)) for dataset in self.main.datasets())]
 
-    def together(self, method: str, what: str) -> str:
-        """Of tasks put together: mean accuracy `alone` or `together`, `largest_difference`, `other_answers`, `cost`."""
-        records = self.evidence.measured("concatenation", method)
-        rows = [row for record in records for row in record.result["datasets"].values()]
-        if not rows:
-            raise VitMemoryError(f"concatenation of {method}: not in the records.")
-        if what == "cost":
-            return f"{np.median([record.result['cost']['of_plain_pass'] for record in records]):.2f}"
-        if what == "largest_difference":
-            return f"{max(row[what] for row in rows):.0e}"
-        if what == "other_answers":
-            return f"{sum(row[what] for row in rows)} of {sum(row['test_images'] for row in rows)}"
-        return f"{100 * np.mean([row[what] for row in rows]):.1f}"
-
-    def after(self, method: str, tasks: int) -> str:
-        """Mean accuracy on the first dataset after so many have arrived, the last ones for -1."""
-        records = self.evidence.measured("continual", method)
-        values = [r.result["after"][tasks if tasks < 0 else tasks - 1][r.result["order"][0]]["test"] for r in records]
-        if not values:
-            raise VitMemoryError(f"continual, {method}: not in the records.")
-        return f"{100 * np.mean(values):.1f}"
-
-    def measured(self, file: str, case: str, value: str = "ratio", digits: int = 2) -> str:
-        """A value of a benchmark's record."""
-        rows = json.loads((self.results / f"{file}.json").read_text())["rows"]
-        found = [row[value] for row in rows if row["case"] == case]
-        if not found:
-            raise VitMemoryError(f"results/{file}.json: no case {case!r}.")
-        return f"{found[0]:.{digits}f}"
-
-    def extended(self, dataset: str, method: str, *parents: str) -> str:
-        """The gain of a task from extending these, with its interval."""
-        gain = difference(extended_and_alone(self.evidence, dataset, method, parents), "extended", "alone")
-        return _known("–" if gain is None else points(gain.interval), f"{dataset}, {method}, on {parents}")
+    def setting(self, name: str) -> str:
+        """The size of the images, or how many training images a class has."""
+        if name == "per_class":
+            return str(self.evidence.full_size)
+        crops = {re.search(r"crop=\((\d+), \d+\)", r.settings["preprocessing"])[1] for r in self.main.records}  # type: ignore[index]
+        (pixels,) = crops
+        return pixels
 
     def _only(self, dataset: str | None) -> Comparison:
         if dataset is None:

@@ -1,0 +1,33 @@
+"""results/findings.md: every number in it is computed from a record."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
+import findings
+
+TEMPLATE = (findings.RESULTS / "findings.template.md").read_text(encoding="utf-8")
+# Digits that are part of a name, not a result: methods, datasets, the backbone, and the level of all intervals.
+NAMES = ("5 cells", "rank 8 + gains", "branch of 6 blocks", "DINOv2-S/14", "95 %")
+
+
+def test_the_page_is_what_the_records_say():
+    page = (findings.RESULTS / "findings.md").read_text(encoding="utf-8")
+    assert findings.render(TEMPLATE, findings.RESULTS) == page
+
+
+def test_no_number_of_the_page_is_typed_by_hand():
+    text = re.sub(r"`[^`]*`", "", findings.EXPRESSION.sub("", TEMPLATE))
+    for name in NAMES:
+        text = text.replace(name, "")
+    assert re.findall(r"\d[\d.]*", text) == []
+
+
+@pytest.mark.parametrize("asked", ['accuracy("no such method")', 'gap("head", "no such method")', 'verdict("a", "b")'])
+def test_what_has_no_record_is_refused(asked):
+    with pytest.raises(findings.VitMemoryError, match="not in the records"):
+        findings.render("{{" + asked + "}}", findings.RESULTS)
