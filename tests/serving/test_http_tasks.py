@@ -185,10 +185,11 @@ def test_a_change_that_cannot_be_written_is_a_503_and_was_never_served(folder, m
 
 def test_without_a_folder_changes_are_kept_in_memory():
     with client_of(model_of("one")) as client:
+        late = file_of("late")
         assert client.get("/v1/tasks").json()["persistent"] is False
-        assert client.put("/v1/tasks/late", content=file_of("late")).status_code == 201
+        assert client.put("/v1/tasks/late", content=late).status_code == 201
         assert names(client) == ["one", "late"]
-        assert client.get("/v1/tasks/late/file").content == file_of("late")
+        assert client.get("/v1/tasks/late/file").content == late
 
 
 def test_two_servers_of_one_folder_lose_no_update_and_follow_each_other_within_a_second(folder):
