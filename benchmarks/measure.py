@@ -69,11 +69,16 @@ def write(path: Path, rows: Sequence[dict[str, object]], **notes: object) -> Non
 def add_rows(path: Path, rows: Sequence[dict[str, object]], **notes: object) -> None:
     """Add rows to a record, in place of those of the same cases. Several processes may write one record.
 
-    The record names the command that makes all rows, not the part of it that this process was asked for.
+    The record names the command that makes all rows, not the part of it that this process was asked for. Each row
+    says with how many threads its own process computed.
     """
     command = f"{_program()} --json results/{path.name}"
+    machine = environment()["machine"]
+    threads = machine.pop("threads")
+    rows = [{**row, "threads": threads} for row in rows]
     with FileLock(Path(tempfile.gettempdir()) / f"{path.name}.lock"):
-        write(path, [*kept_rows(path, [row["case"] for row in rows]), *rows], command=command, **notes)
+        kept = kept_rows(path, [row["case"] for row in rows])
+        write(path, [*kept, *rows], command=command, machine=machine, **notes)
 
 
 def _program() -> str:

@@ -74,7 +74,7 @@ def main() -> None:
         names = ("rate", "searched", "validation", "curve", "parameters", "bytes", "test", "test_images", "right")
         made = {
             "command": record["command"],
-            "machine": record["machine"],
+            "machine": {**record["machine"], "threads": row["threads"]},
             "versions": record["versions"],
             "commit": row["commit"],
             "from": f"results/{file}: {row['case']}",
