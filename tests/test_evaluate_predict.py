@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -139,6 +140,25 @@ def test_predictions_stream_in_order_with_bad_images_in_their_place(root, monkey
             probabilities = outputs[name].softmax(-1)[0]
             assert prediction["label"] == model.tasks[name].labels[int(probabilities.argmax())]
             assert prediction["confidence"] == pytest.approx(float(probabilities.max()), abs=1e-5)
+
+
+def test_an_answer_that_is_not_a_number_names_no_label_and_leaves_the_others_alone(root, tmp_path):
+    kinds = Bundle.open(root / "zoo").model().tasks["kinds"]
+    broken = replace(kinds, name="broken", head_weight=torch.full_like(kinds.head_weight, 3e38))
+    save_task(broken, tmp_path / "broken.safetensors")
+    words = ["predict", str(root / "photos/ant"), "--bundle", str(root / "kinds.safetensors")]
+    alone = CliRunner().invoke(app, [*words, "--backbone", str(root / "backbone"), "--format", "jsonl"]).stdout
+    words += ["--bundle", str(tmp_path / "broken.safetensors"), "--backbone", str(root / "backbone")]
+    lines = [
+        json.loads(line)["tasks"] for line in CliRunner().invoke(app, [*words, "--format", "jsonl"]).stdout.splitlines()
+    ]
+    assert all(line["broken"] == {"not_a_number": True} for line in lines)
+    assert [line["kinds"]["label"] for line in lines] == [
+        json.loads(line)["tasks"]["kinds"]["label"] for line in alone.splitlines()
+    ]
+    rows = csv.DictReader(io.StringIO(CliRunner().invoke(app, [*words, "--format", "csv"]).stdout))
+    assert {(row["broken"], row["broken confidence"]) for row in rows} == {("nan", "nan")}
+    assert "broken: not a number" in CliRunner().invoke(app, words).stdout
 
 
 def test_only_bad_images_is_exit_code_1_and_a_missing_path_2(root, tmp_path):

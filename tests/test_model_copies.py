@@ -21,14 +21,14 @@ def model_with_branches():
 
 
 def test_a_copy_with_other_tasks_prepares_only_what_is_new(monkeypatch):
-    from vit_memory import model as module
+    from vit_memory import snapshot as module
 
     backbone = tiny_backbone()
     old = MemoryViT(backbone, graph_shapes(backbone)["mixed"])
     expected = old(images())
     prepared = []
-    prepare = module._prepare
-    monkeypatch.setattr(module, "_prepare", lambda task, b: prepared.append(task.name) or prepare(task, b))
+    prepare = module.prepare_task
+    monkeypatch.setattr(module, "prepare_task", lambda task, b: prepared.append(task.name) or prepare(task, b))
     replaced = trained(backbone, "alone", cells=1)
     kept = [task for task in old.tasks.values() if task.name != "alone"]
     new = old.copy(TaskGraph([*kept, replaced, trained(backbone, "more")]))

@@ -7,8 +7,8 @@ import torch
 
 from builders import ROUNDING, graph_shapes, images, tiny_backbone, trained, variant_params, worst
 from vit_memory import MemoryViT
-from vit_memory.model import lay_out_tasks
 from vit_memory.reading import Readers, place_cells, project_cells, read
+from vit_memory.snapshot import lay_out_tasks
 
 
 @pytest.mark.parametrize("variant", variant_params())

@@ -6,79 +6,25 @@ names its tasks.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vit_memory.adapter import Adapter
 from vit_memory.backbone import Backbone
 from vit_memory.branch import Branch
-from vit_memory.errors import BackboneMismatch, TaskError, UnknownTask
+from vit_memory.errors import BackboneMismatch, TaskError
 from vit_memory.explanation import Explanation, explain_attention
-from vit_memory.families.roles import Roles
 from vit_memory.fused import run_fused
 from vit_memory.graph import TaskGraph
 from vit_memory.joining import JoinPlan, PassShape
-from vit_memory.outputs import Original, Outputs
-from vit_memory.read_out import ReadOut
-from vit_memory.reading import AttentionWeights, ReaderLayout, Readers, lay_out, place_cells, project_cells, read
+from vit_memory.outputs import Outputs
+from vit_memory.reading import AttentionWeights, read
 from vit_memory.regimes import REGIMES
-from vit_memory.task import Task, head_output
+from vit_memory.snapshot import Selection, Snapshot
+from vit_memory.task import Task
 from vit_memory.trunk import Trunk, patch_mean, run_trunk
-from vit_memory.updates import PreparedBranch, group_readers, prepare_adapter, reader_updates
-
-_CACHED_SELECTIONS = 32  # task selections whose gathered memory is kept; requests tend to repeat a few
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _PreparedTask:
-    """A task on the backbone's device and in its dtype, its memory already turned to keys and values."""
-
-    token: Tensor | None  # (D,), as it enters the first block
-    keys: tuple[Tensor, ...]  # per block (M, H, A/H)
-    values: tuple[Tensor, ...]
-    head_weight: Tensor
-    head_bias: Tensor
-    scale: Tensor | None  # (2, C) of a regression task, float32
-    reader: Adapter | None
-    read_out: ReadOut
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Answer:
-    """Where a task's answer comes from."""
-
-    name: str
-    branch: str | None  # the key of the branch it stands on; None: the original trunk
-    position: int | None  # among the readers; None: it reads the final feature of its trunk
-    task: _PreparedTask
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Selection:
-    """What a call for certain tasks needs: their readers, their branches, and where each answer comes from."""
-
-    readers: Readers | None  # None where only `head` tasks are asked for
-    branches: tuple[PreparedBranch, ...]
-    answers: tuple[_Answer, ...]
-
-
-@dataclass(slots=True, eq=False)
-class _Snapshot:
-    """One version of the task set, with what was computed for it so far.
-
-    Calls in several threads fill the caches without a lock: a cache is never changed, only replaced by a larger
-    copy. Of two replacements at once one is lost, and computed again when it is needed.
-    """
-
-    graph: TaskGraph
-    prepared: Mapping[str, _PreparedTask] = field(default_factory=dict)
-    branches: Mapping[str, PreparedBranch] = field(default_factory=dict)  # by name
-    selections: Mapping[tuple[str, ...], _Selection] = field(default_factory=dict)
 
 
 class MemoryViT(nn.Module):
@@ -95,7 +41,7 @@ class MemoryViT(nn.Module):
         self.backbone = backbone
         self._plan = JoinPlan(backbone.roles)
         self._write_lock = threading.Lock()  # held by whoever replaces the snapshot; calls do not take it
-        self._snapshot = _Snapshot(TaskGraph())
+        self._snapshot = Snapshot(backbone, TaskGraph())
         self.add(*tasks, branches=branches)
 
     @property
@@ -112,18 +58,13 @@ class MemoryViT(nn.Module):
             check_trained_on(branch, self.backbone)
         with self._write_lock:
             old = self._snapshot
-            self._snapshot = _Snapshot(old.graph.add(*tasks, branches=branches), old.prepared, old.branches)
+            self._snapshot = old.with_graph(old.graph.add(*tasks, branches=branches))
 
     def remove(self, *names: str, branches: Sequence[str] = ()) -> None:
         """Detach tasks and branches, all or none; refused while another task extends or stands on one of them."""
         with self._write_lock:
             old = self._snapshot
-            graph = old.graph.remove(*names, branches=branches)
-            self._snapshot = _Snapshot(
-                graph,
-                {name: old.prepared[name] for name in old.prepared if name in graph},
-                {name: old.branches[name] for name in old.branches if name in graph.branches},
-            )
+            self._snapshot = old.with_graph(old.graph.remove(*names, branches=branches))
 
     def copy(self, tasks: TaskGraph | None = None, *, plan: JoinPlan | None = None) -> "MemoryViT":
         """A model with the same tasks, or with `tasks`, that changes apart from this one.
@@ -147,15 +88,7 @@ class MemoryViT(nn.Module):
                 check_trained_on(branch, self.backbone)
         twin = MemoryViT(self.backbone)
         twin._plan = self._plan if plan is None else plan
-        twin._snapshot = _Snapshot(
-            graph,
-            {name: p for name, p in old.prepared.items() if name in graph and graph[name] is old.graph[name]},
-            {
-                name: prepared
-                for name, prepared in old.branches.items()
-                if graph.branches.get(name) is old.graph.branches[name]
-            },
-        )
+        twin._snapshot = old.with_graph(graph)
         return twin
 
     @torch.no_grad()
@@ -194,14 +127,14 @@ class MemoryViT(nn.Module):
 
         It shows which output depends on which tensor. Training has a cheaper pass, without a graph of the trunk.
         """
-        graph = self._snapshot.graph
-        return self._run(images, self._assemble(_Snapshot(graph), tuple(graph)))  # not cached: it holds a graph
+        apart = Snapshot(self.backbone, self.tasks)  # not kept: it holds a graph
+        return self._run(images, apart.select(None))
 
-    def _run(self, images: Tensor, selection: _Selection) -> Outputs:
+    def _run(self, images: Tensor, selection: Selection) -> Outputs:
         images, roles = self.backbone.check_images(images), self.backbone.roles
         if selection.readers is None and not selection.branches:
             trunk = run_trunk(roles, images, keep=0)
-            return _answer(selection, trunk.output, trunk.patches, ())
+            return selection.apply_heads(trunk.output, trunk.patches, ())
         fused = run_fused(roles, self._plan, selection.readers, images, selection.branches)
         means: dict[str | None, Tensor] = {}
 
@@ -210,13 +143,13 @@ class MemoryViT(nn.Module):
                 means[branch] = patch_mean(roles, fused.finals[branch])
             return means[branch]
 
-        return _answer(selection, fused.finals.__getitem__, patches, fused.readers)
+        return selection.apply_heads(fused.finals.__getitem__, patches, fused.readers)
 
     @torch.no_grad()
     def trunk(self, images: Tensor) -> Trunk:
         """The pass of the original tokens and of all branches, with keys and values to read any task from later."""
         snapshot = self._snapshot
-        branches = [self._prepare_branch(snapshot, branch) for branch in snapshot.graph.branches.values()]
+        branches = [snapshot.prepared_branch(branch) for branch in snapshot.graph.branches.values()]
         return run_trunk(self.backbone.roles, self.backbone.check_images(images), branches=branches)
 
     @torch.no_grad()
@@ -228,7 +161,7 @@ class MemoryViT(nn.Module):
                 "this trunk lacks a branch that was attached later: make it again with model.trunk(images)."
             )
         outputs = () if selection.readers is None else read(roles, selection.readers, trunk)
-        return _answer(selection, trunk.output, trunk.patches, outputs)
+        return selection.apply_heads(trunk.output, trunk.patches, outputs)
 
     def explain(self, image: Tensor, task: str) -> Explanation:
         """Attention of the task's class token on one image (C, height, width) or (1, C, height, width)."""
@@ -245,7 +178,7 @@ class MemoryViT(nn.Module):
         images = self.backbone.check_images(image[None] if image.dim() == 3 else image)
         if len(images) != 1:
             raise TaskError(f"explain takes one image, {len(images)} given.")
-        selection = self._select(tasks, snapshot)
+        selection = snapshot.select(tasks)
         readers = selection.readers
         if readers is None:
             return {}
@@ -255,65 +188,14 @@ class MemoryViT(nn.Module):
         grid = images.shape[-2] // roles.patch_size[0], images.shape[-1] // roles.patch_size[1]
         return {task: explain_attention(graph, task, readers.layout, weights, roles.prefix, grid) for task in tasks}
 
-    def _select(self, names: Sequence[str] | None, snapshot: _Snapshot | None = None) -> _Selection:
-        snapshot = snapshot or self._snapshot
-        if isinstance(names, str):
-            raise UnknownTask(f"tasks is {names!r}; give a list of names: [{names!r}].")
-        wanted = tuple(snapshot.graph) if names is None else tuple(dict.fromkeys(names))
-        selection = snapshot.selections.get(wanted)
-        if selection is None:
-            selection = self._assemble(snapshot, wanted)
-            if not torch.compiler.is_compiling():  # a tracer's tensors must not outlive the trace
-                others = snapshot.selections if len(snapshot.selections) < _CACHED_SELECTIONS else {}
-                snapshot.selections = {**others, wanted: selection}
-        return selection
-
-    def _assemble(self, snapshot: _Snapshot, wanted: tuple[str, ...]) -> _Selection:
-        graph, roles = snapshot.graph, self.backbone.roles
-        prepared: dict[str, _PreparedTask] = {}
-        for name in graph.with_ancestors(wanted):
-            prepared[name] = snapshot.prepared.get(name) or _prepare(graph[name], self.backbone)
-        if not torch.compiler.is_compiling():
-            snapshot.prepared = {**snapshot.prepared, **prepared}
-        stands_on = {name: graph.branch_of(name) for name in prepared}
-        branches = {b.name: self._prepare_branch(snapshot, b) for b in stands_on.values() if b is not None}
-        keys = {name: None if branch is None else branches[branch.name].key for name, branch in stands_on.items()}
-        with_token = [name for name in prepared if prepared[name].token is not None]
-        layout = lay_out_tasks(graph, with_token, self.backbone.device, keys)
-        position = {name: i for i, name in enumerate(layout.names)}
-        readers = None
-        if layout.names:
-            learned = {i: reader for name, i in position.items() if (reader := prepared[name].reader) is not None}
-            readers = Readers(
-                layout=layout,
-                tokens=torch.stack([_token(prepared[name]) for name in layout.names]),
-                memory=tuple(
-                    place_cells(
-                        layout,
-                        torch.cat([prepared[name].keys[i] for name in layout.names]),
-                        torch.cat([prepared[name].values[i] for name in layout.names]),
-                    )
-                    for i in range(len(roles.blocks))
-                ),
-                updates=reader_updates(roles.blocks, len(layout.names), *group_readers(learned)),
-                read_out=max(prepared[name].read_out.blocks for name in layout.names),
-            )
-        answers = tuple(_Answer(name, keys[name], position.get(name), prepared[name]) for name in wanted)
-        return _Selection(readers, tuple(branches.values()), answers)
-
-    def _prepare_branch(self, snapshot: _Snapshot, branch: Branch) -> PreparedBranch:
-        prepared = snapshot.branches.get(branch.name)
-        if prepared is None:
-            prepared = prepare_branch(self.backbone, branch, snapshot.graph.branch_digests[branch.name])
-            if not torch.compiler.is_compiling():
-                snapshot.branches = {**snapshot.branches, branch.name: prepared}
-        return prepared
+    def _select(self, tasks: Sequence[str] | None) -> Selection:
+        return self._snapshot.select(tasks)
 
     def _apply(self, fn, recurse: bool = True) -> "MemoryViT":  # type: ignore[no-untyped-def]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         with self._write_lock:
             self._plan = JoinPlan(self.backbone.roles)
-            self._snapshot = _Snapshot(self._snapshot.graph)  # tasks are cast anew from their own float32
+            self._snapshot = Snapshot(self.backbone, self.tasks)  # tasks are cast anew from their own float32
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -322,90 +204,6 @@ class MemoryViT(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._write_lock = threading.Lock()
-
-
-def lay_out_tasks(
-    graph: TaskGraph, names: Sequence[str], device: torch.device, branches: Mapping[str, str | None] | None = None
-) -> ReaderLayout:
-    """The layout of the tasks called `names`: all have class tokens, and all their ancestors are among them.
-
-    `branches` are the keys of the branches that they stand on, if any do.
-    """
-    index = {name: i for i, name in enumerate(names)}
-    ancestors = [[index[a] for a in graph.ancestors(name) if a in index] for name in names]
-    keys = None if branches is None else [branches[name] for name in names]
-    return lay_out(names, ancestors, [graph[name].cells for name in names], keys).to(device)
-
-
-def to_backbone(backbone: Backbone) -> Callable[[Tensor], Tensor]:
-    """Moves a tensor to the backbone's device and dtype.
-
-    Always a copy: tensors of a file lie unaligned in it, and products of unaligned weights round differently.
-    """
-    return partial(torch.Tensor.to, device=backbone.device, dtype=backbone.dtype, copy=True)
-
-
-def prepare_branch(backbone: Backbone, branch: Branch, digest: str) -> PreparedBranch:
-    """A branch ready for the pass; its key is its digest, which a tracer could not compute."""
-    adapter = branch.adapter.map(to_backbone(backbone))
-    return prepare_adapter(backbone.roles.blocks, digest, branch.start, adapter)
-
-
-def _prepare(task: Task, backbone: Backbone) -> _PreparedTask:
-    place = to_backbone(backbone)
-    roles: Roles = backbone.roles
-    keys: tuple[Tensor, ...] = ()
-    values: tuple[Tensor, ...] = ()
-    token = None
-    if task.class_token is not None:
-        token = roles.pre_norm(place(task.class_token))
-        memory = place(task.memory)
-        projected = [
-            project_cells(roles, block, cells, raw=task.raw_memory)
-            for block, cells in zip(roles.blocks, memory, strict=True)
-        ]
-        keys, values = zip(*projected, strict=True)
-    scale = None if task.target_scale is None else task.target_scale.tensor(backbone.device)
-    reader = None if task.reader is None else task.reader.map(place)
-    head = place(task.head_weight), place(task.head_bias)
-    return _PreparedTask(token, keys, values, *head, scale, reader, task.read_out)
-
-
-def _token(prepared: _PreparedTask) -> Tensor:
-    assert prepared.token is not None
-    return prepared.token
-
-
-def _answer(
-    selection: _Selection,
-    final_of: Callable[[str | None], Original],
-    patch_mean_of: Callable[[str | None], Tensor],
-    outputs: Sequence[Tensor],
-) -> Outputs:
-    """Apply the heads to what they read: normed class tokens (B, T, D), the last block's first, or features.
-
-    `final_of` and `patch_mean_of` take the key of a branch, or None for the original trunk.
-    """
-    answers: dict[str, Tensor] = {}
-    for answer in selection.answers:
-        task = answer.task
-        if answer.position is None:
-            feature = final_of(answer.branch).feature
-        else:
-            own = [output[:, answer.position] for output in outputs]
-            patches = patch_mean_of(answer.branch) if task.read_out.patches else None
-            feature = read_out_features(task.read_out, own, patches)
-        answers[answer.name] = head_output(feature, task.head_weight, task.head_bias, task.scale)
-    return Outputs(final_of(None), answers)
-
-
-def read_out_features(read_out: ReadOut, outputs: Sequence[Tensor], patches: Tensor | None) -> Tensor:
-    """What a head reads, (B, F), of one class token's outputs (B, D), the last block's first, and the patch mean."""
-    parts = list(outputs[: read_out.blocks])
-    if read_out.patches:
-        assert patches is not None
-        parts.append(patches)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def check_trained_on(item: Task | Branch, backbone: Backbone) -> None:

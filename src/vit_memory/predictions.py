@@ -57,7 +57,20 @@ class ValuesPrediction:
         return {"values": {name: float(f"{value:.7g}") for name, value in self.values.items()}}
 
 
-Prediction = LabelPrediction | LabelsPrediction | ValuesPrediction
+@dataclass(frozen=True, slots=True)
+class NotANumber:
+    """A task that computed NaN or infinite numbers for an image: there is nothing to predict from."""
+
+    def text(self) -> str:
+        """As text for one line."""
+        return "not a number"
+
+    def as_json(self) -> dict[str, Any]:
+        """As JSON values, which know no NaN."""
+        return {"not_a_number": True}
+
+
+Prediction = LabelPrediction | LabelsPrediction | ValuesPrediction | NotANumber
 
 
 def predictions(task: Task, outputs: Tensor) -> Iterator[Prediction]:
@@ -68,6 +81,12 @@ def predictions(task: Task, outputs: Tensor) -> Iterator[Prediction]:
     'cat'
     """
     outputs = outputs.float().cpu()
+    finite = outputs.isfinite().all(-1).tolist()
+    for one, good in zip(_by_kind(task, outputs), finite, strict=True):
+        yield one if good else NotANumber()
+
+
+def _by_kind(task: Task, outputs: Tensor) -> Iterator[Prediction]:
     if task.kind == "regression":
         for row in outputs.tolist():
             yield ValuesPrediction(dict(zip(task.labels, row, strict=True)))

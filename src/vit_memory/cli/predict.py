@@ -105,6 +105,8 @@ def _csv_cells(task: "Task", prediction: "FilePrediction") -> list[str]:
     if task.name not in prediction.tasks:
         return [""] * len(_csv_titles(task))
     values = prediction.tasks[task.name].as_json()
+    if "not_a_number" in values:
+        return ["nan"] * len(_csv_titles(task))
     if "values" in values:
         return [f"{value:.7g}" for value in values["values"].values()]
     if "labels" in values:

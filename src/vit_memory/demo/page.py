@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from vit_memory.demo.run import DemoResult, TrainedTask
-from vit_memory.predictions import LabelsPrediction, Prediction, ValuesPrediction
+from vit_memory.predictions import LabelPrediction, LabelsPrediction, Prediction, ValuesPrediction
 
 _SHOWN = 24
 _STYLE = """
@@ -107,7 +107,8 @@ def _line(trained: TrainedTask, prediction: Prediction, result: DemoResult, i: i
     if isinstance(prediction, LabelsPrediction):
         labels, truth = list(prediction.present), [task.labels[j] for j in np.flatnonzero(target)]
     else:
-        labels, truth = [prediction.label], [task.labels[int(target)]]
+        label = prediction.label if isinstance(prediction, LabelPrediction) else prediction.text()
+        labels, truth = [label], [task.labels[int(target)]]
     correct = set(labels) == set(truth)
     mark = '<span class="yes">✓</span>' if correct else '<span class="no">✗</span>'
     correction = "" if correct else f' <span class="soft">({html.escape(", ".join(truth) or "none")})</span>'

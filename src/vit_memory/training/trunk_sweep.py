@@ -12,9 +12,9 @@ from torch import Tensor
 
 from vit_memory.buffers import ThreadBuffers
 from vit_memory.errors import TrainingError
-from vit_memory.model import prepare_branch
 from vit_memory.reading import Memory, Readers, lay_out, place_cells, project_cells, read
 from vit_memory.regimes import COMPOSABLE
+from vit_memory.snapshot import prepare_branch
 from vit_memory.training.frozen_linear import PooledLinear
 from vit_memory.training.memory_sweep import MemorySweep
 from vit_memory.training.row_formats import RowFormat, TrunkRows
