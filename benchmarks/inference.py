@@ -3,6 +3,7 @@
     python -m benchmarks.inference --json out.json
     python -m benchmarks.inference --readers --json out.json --keep     # tasks with learned readers instead of memory
     python -m benchmarks.inference --branch-blocks 4 12 --tasks 1 16 --json out.json --keep     # tasks on a branch
+    python -m benchmarks.inference --table out.json     # as Markdown
 
 ViT-B/32 and ViT-B/16 of transformers with random weights (costs do not depend on their values), 224 px, float32,
 5 memory cells per block (or readers of rank 8 with gains), 10 classes per task. Each row holds, as multiples of the
@@ -124,28 +125,37 @@ def line(row: dict[str, object]) -> str:
     )
 
 
-CASE = r"vit-(b\d+)-batch(\d+)-(tasks|readers)(\d+)"
+CASE = re.compile(r"vit-(b\d+)-batch(\d+)-(?:branch(\d+)-)?(tasks|readers)(\d+)")
 
 
-def table(record: dict[str, Any], readers: bool = False) -> str:
-    """A record as Markdown: the cost of tasks as multiples of the plain forward, FLOP limit in brackets."""
-    cells: dict[tuple[str, str], dict[int, str]] = {}
+def tables(record: dict[str, Any]) -> list[str]:
+    """A record as Markdown: the cost of tasks, of readers and of branches as multiples of the plain forward.
+
+    In brackets the FLOP limit.
+    """
+    cells: dict[str, dict[tuple[str, str], dict[tuple[int, int], str]]] = {}
     for row in record["rows"]:
-        match = re.fullmatch(CASE, row["case"])
-        if match is None:  # tasks on a branch
-            continue
-        model, batch, kind, tasks = match.groups()
-        if kind != ("readers" if readers else "tasks"):
-            continue
-        cells.setdefault((model, batch), {})[int(tasks)] = f"{row['ratio']:.2f} ({row['flop_limit']:.2f})"
-    counts = sorted({count for row in cells.values() for count in row})
-    head = ["| ViT, batch |", *(f" {count} task{'s' if count != 1 else ''} |" for count in counts)]
-    lines = ["".join(head), "|---|" + "---|" * len(counts)]
+        model, batch, blocks, kind, tasks = CASE.fullmatch(row["case"]).groups()  # type: ignore[union-attr]
+        one = cells.setdefault("branch" if blocks else kind, {}).setdefault((model, batch), {})
+        one[int(blocks or 0), int(tasks)] = f"{row['ratio']:.2f} ({row['flop_limit']:.2f})"
+    return [table(kind) for kind in cells.values()]
+
+
+def table(cells: dict[tuple[str, str], dict[tuple[int, int], str]]) -> str:
+    """One kind of tasks: a line per model and batch, a column per branch and number of tasks."""
+    columns = sorted({column for row in cells.values() for column in row})
+    head = ["| ViT, batch |", *(f" {title(*column)} |" for column in columns)]
+    lines = ["".join(head), "|---|" + "---|" * len(columns)]
     for (model, batch), row in cells.items():
-        lines.append(
-            f"| {model[0].upper()}/{model[1:]}, {batch} | " + " | ".join(row[count] for count in counts) + " |"
-        )
+        name = f"{model[0].upper()}/{model[1:]}, {batch}"
+        lines.append(f"| {name} | " + " | ".join(row.get(column, "") for column in columns) + " |")
     return "\n".join(lines)
+
+
+def title(blocks: int, tasks: int) -> str:
+    """The head of a column."""
+    count = f"{tasks} task{'s' if tasks != 1 else ''}"
+    return f"{blocks} blocks, {count}" if blocks else count
 
 
 def main() -> None:
@@ -159,10 +169,10 @@ def main() -> None:
     parser.add_argument("--branch-blocks", type=int, nargs="+", help="tasks on a branch of the last N blocks")
     parser.add_argument("--seconds", type=float, default=60.0, help="budget per row for the fused pass")
     parser.add_argument("--keep", action="store_true", help="keep the record's rows that are not measured again")
-    parser.add_argument("--table", type=Path, help="print the Markdown table of a record instead of measuring")
+    parser.add_argument("--table", type=Path, help="print a record as Markdown instead of measuring")
     options = parser.parse_args()
     if options.table:
-        print(table(json.loads(options.table.read_text()), options.readers))
+        print("\n\n".join(tables(json.loads(options.table.read_text()))))
         return
 
     done: list[dict[str, object]] = []
