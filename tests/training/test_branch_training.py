@@ -147,7 +147,7 @@ def assert_same_to_rounding(result, other):
         branches = [] if a.branch is None else [(a.branch, b.branch)]
         for one, same in (*branches, *zip(a.tasks, b.tasks, strict=True)):
             for name, value in one.tensors().items():
-                torch.testing.assert_close(value, same.tensors()[name], rtol=0, atol=1e-4)
+                torch.testing.assert_close(value, same.tensors()[name], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["ram", "disk"])
