@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.measure import add_rows, commit, write
+from benchmarks.measure import add_rows, commit
 from benchmarks.packs import (
     BATCH,
     EVALUATE_EVERY,
@@ -308,7 +308,7 @@ def run(asked: argparse.Namespace) -> None:
         timed = [{**row, "commit": commit()} for row in time_steps(backbone, asked.shared)]
         for row in timed:
             print(f"{row['case']:60} {row['seconds']:.4f} s", flush=True)
-        write(asked.json, [row for row in rows if not row["case"].startswith("timing")] + timed, **NOTES)
+        add_rows(asked.json, timed, **NOTES)
         return
     for seed in range(asked.seeds):
         for pack in asked.packs:

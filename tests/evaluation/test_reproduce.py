@@ -116,6 +116,7 @@ def test_lora_computes_what_pefts_own_model_does(variant):
     backbone = tiny_backbone(variant)
     torch.manual_seed(0)
     ours = LoraModel(backbone, 3)
+    assert not any(parameter.any() for parameter in ours.head.parameters()), "as the heads of all methods start"
     for name, parameter in ours.vit.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)

@@ -49,6 +49,8 @@ class LoraModel(nn.Module):
         self.vit: nn.Module = adapted.base_model.model.eval()
         self._roles = backbone.family.roles(self.vit)  # peft's modules in the places of the library's
         self.head = nn.Linear(backbone.width, classes)
+        for parameter in self.head.parameters():
+            nn.init.zeros_(parameter)  # as the heads of all other methods start
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, C)."""
