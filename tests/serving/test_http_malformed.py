@@ -116,6 +116,12 @@ def test_malformed_input_gets_its_status_and_the_next_request_is_served(client, 
     assert predict(client).status_code == 200
 
 
+def test_a_wrong_method_is_told_all_methods_of_the_path(client):
+    assert client.patch("/v1/tasks/pets").headers["allow"] == "GET, PUT, DELETE"
+    assert client.options("/v1/predict").headers["allow"] == "POST"
+    assert client.delete("/page/nothing.js").headers["allow"] == "GET, HEAD"
+
+
 def test_a_task_of_another_backbone_is_a_409_without_paths(client):
     stranger = task_bytes(trained(tiny_backbone("dinov2"), "stranger"))
     record = check_problem(client.put("/v1/tasks/stranger", content=stranger), 409)
