@@ -16,13 +16,14 @@ import random
 import resource
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 HOST, BOUNDARY = "127.0.0.1", "a-boundary-that-no-image-holds"
+_NO_HEADERS: Mapping[str, str] = {}
 
 
 def jpegs(count: int, size: tuple[int, int] = (320, 240), seed: int = 0) -> list[bytes]:
@@ -37,17 +38,24 @@ def jpegs(count: int, size: tuple[int, int] = (320, 240), seed: int = 0) -> list
     return files
 
 
-def request(image: bytes, path: str, form: str | None) -> bytes:
+def request(image: bytes, path: str, form: str | None = None, headers: Mapping[str, str] = _NO_HEADERS) -> bytes:
     """A whole HTTP request."""
     body, content_type = image, "image/jpeg"
     if form is not None:
         head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{form}"; filename="image.jpg"\r\n\r\n'
         body, content_type = head.encode() + image + f"\r\n--{BOUNDARY}--\r\n".encode(), "multipart/form-data"
         content_type += f"; boundary={BOUNDARY}"
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
+    all_headers = {"Host": HOST, "Content-Type": content_type, "Content-Length": str(len(body)), **headers}
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in all_headers.items())]
+    return "\r\n".join([*lines, "\r\n"]).encode() + body
+
+
+async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, whole: bytes) -> tuple[int, bytes]:
+    """Send a whole request; the status and the body of the answer."""
+    writer.write(whole)
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+    return int(head[9:12]), await reader.readexactly(int(length[15:]))
 
 
 class Load:
@@ -98,11 +106,7 @@ class Load:
     ) -> None:
         """`due` is when the request should have been sent: waiting for that is part of the time that it takes."""
         start = time.perf_counter() if due is None else due
-        writer.write(self.requests[turn % len(self.requests)])
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
-        await reader.readexactly(int(length[15:]))
-        status = int(head[9:12])
+        status, _ = await exchange(reader, writer, self.requests[turn % len(self.requests)])
         self.statuses[status] += 1
         if status == 200:
             self.seconds.append(time.perf_counter() - start)

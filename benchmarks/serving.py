@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -135,10 +135,13 @@ async def _settle(engine: Engine, files: list[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def server(command: list[str], port: int, ready: str, log: Path) -> Iterator[int]:
-    """A server in a process of its own, ready to answer."""
+def server(
+    command: list[str], port: int, ready: str, log: Path, variables: Mapping[str, str] | None = None
+) -> Iterator[int]:
+    """A server in a process of its own, ready to answer, with these variables in its environment; its process id."""
+    own = {**os.environ, **(variables or {})}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=own)
     try:
         for _ in range(1200):
             if process.poll() is not None:

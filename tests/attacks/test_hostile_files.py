@@ -131,6 +131,13 @@ RECIPES = {
         "not a valid shape",
     ),
     "huge shape": (with_header(lambda h: h["memory"].update(shape=[2**39, 4, 32])), DamagedFile, "bytes expected at"),
+    "huge shape without numbers": (
+        lambda c: sealed(
+            {"__metadata__": {}, "a": {"dtype": "F32", "shape": [2**39, 2**39, 0], "data_offsets": [0, 0]}}, b""
+        ),
+        DamagedFile,
+        "not a valid shape",
+    ),
     "true as a size": (
         with_header(lambda h: h["memory"].update(shape=[True, 12, 32])),
         DamagedFile,

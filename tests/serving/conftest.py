@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _no_log_handlers():
     """Commands send logs to stderr, and that of a test is closed when the test ends: begin and end without."""
-    loggers = [logging.getLogger(name) for name in ("vit_memory", "uvicorn", "asyncio")]
+    loggers = [logging.getLogger(name) for name in ("vit_memory", "uvicorn", "asyncio", "python_multipart")]
 
     def reset():
         for logger in loggers:

@@ -12,6 +12,7 @@ from http_builders import IMAGE, as_json, bundle_in, check_problem, client_of, f
 from builders import tiny_backbone, trained
 from vit_memory.files.container import container_bytes, read_container
 from vit_memory.files.taskfile import task_bytes
+from vit_memory.serving.logs import configure_logs
 
 JSON = {"content-type": "application/json"}
 FORM = {"content-type": "multipart/form-data; boundary=b"}
@@ -114,6 +115,18 @@ def test_malformed_input_gets_its_status_and_the_next_request_is_served(client, 
     assert str(folder.parent) not in record["detail"], "no paths of the server's machine"
     assert client.get("/v1/tasks").json() == before
     assert predict(client).status_code == 200
+
+
+def test_a_wrong_method_is_told_all_methods_of_the_path(client):
+    assert client.patch("/v1/tasks/pets").headers["allow"] == "GET, PUT, DELETE"
+    assert client.options("/v1/predict").headers["allow"] == "POST"
+    assert client.delete("/page/nothing.js").headers["allow"] == "GET, HEAD"
+
+
+def test_a_malformed_form_adds_no_line_of_a_library_to_the_log(client, caplog):
+    configure_logs("json")
+    check_problem(client.post("/v1/predict", content=b"no form", headers=FORM), 400)
+    assert [record.name for record in caplog.records] == []
 
 
 def test_a_task_of_another_backbone_is_a_409_without_paths(client):

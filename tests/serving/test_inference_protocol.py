@@ -427,7 +427,34 @@ def test_requests_of_these_routes_are_counted_by_their_patterns(http, client):
     text = http.get("/metrics").text
     assert 'vit_memory_requests_total{method="POST",route="/v2/models/{name}/infer",status="200"}' in text
     assert 'vit_memory_requests_total{method="GET",route="/v2/models/{name}",status="404"}' in text
-    assert 'route="/v2/{path:path}",status="404"} ' in text
+    assert 'route="unknown",status="404"} ' in text
     assert "/v2/models/a" not in text
     assert 'vit_memory_task_images_total{task="pets"}' in text
     assert "process_resident_memory_bytes{" in text
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS"])
+def test_a_wrong_method_is_a_405_that_names_the_right_one(http, method):
+    response = http.request(method, "/v2/models/pets/infer")
+    assert (response.status_code, response.headers["Allow"]) == (405, "POST")
+    assert response.headers["Content-Type"] == "application/json"
+    assert method == "HEAD" or "takes POST" in response.json()["error"]
+
+
+def test_what_is_refused_before_any_route_has_the_form_of_the_protocol(server, http, monkeypatch):
+    monkeypatch.setattr(server.state, "requests", server.state.settings.limits.max_requests)
+    response = http.get("/v2/models/pets")
+    assert (response.status_code, list(response.json())) == (503, ["error"])
+    assert list(http.get("/v1/tasks").json())[:2] == ["type", "title"]
+
+
+def test_a_bug_of_ours_is_a_500_in_the_form_of_the_protocol(http, monkeypatch, caplog):
+    def broken(*arguments):
+        raise ZeroDivisionError("a secret of the server")
+
+    monkeypatch.setattr("vit_memory.serving.inference_protocol.metadata_of", broken)
+    response = http.get("/v2/models/pets")
+    assert (response.status_code, list(response.json())) == (500, ["error"])
+    assert "secret" not in response.text
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert record.fields["request_id"] == response.headers["x-request-id"]

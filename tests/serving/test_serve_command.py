@@ -1,18 +1,15 @@
 """vit-memory serve: what it refuses, where tokens come from and never go, how it ends, and several processes."""
 
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from contextlib import contextmanager
 
 import httpx
 import psutil
 import pytest
+from command_server import START_S, started, wait
 from engine_builders import jpeg
 from http_builders import ADMIN, IMAGE, TOKEN, bearer
 from typer.testing import CliRunner
@@ -26,8 +23,6 @@ from vit_memory.serving import server, workers
 from vit_memory.serving.server import ServePlan
 from vit_memory.serving.settings import Settings
 
-START_S = 120  # importing torch on a busy machine
-
 
 @pytest.fixture(scope="module")
 def backbone():
@@ -38,59 +33,6 @@ def backbone():
 def folder(tmp_path, backbone):
     Bundle.create(tmp_path / "zoo", backbone, [trained(backbone, "one"), trained(backbone, "two")])
     return tmp_path / "zoo"
-
-
-class Server:
-    """A running command."""
-
-    def __init__(self, process, log):
-        self.process, self._log = process, log
-
-    def log(self):
-        return self._log.read_text()
-
-    def events(self):
-        return [json.loads(line) for line in self.log().splitlines(keepends=True) if line.endswith("\n")]
-
-    def count(self, name):
-        return sum(event["event"] == name for event in self.events())
-
-    @property
-    def url(self):
-        return next(event["url"] for event in self.events() if event["event"] == "listening")
-
-    def ready(self, workers=1):
-        wait(
-            lambda: sum(event["event"] == "ready" for event in self.events()) >= workers or self.process.poll(), START_S
-        )
-        assert self.process.poll() is None, self.log()
-        return self
-
-    def stop(self):
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
-
-
-@contextmanager
-def started(tmp_path, *words, **variables):
-    log = tmp_path / f"log-{time.monotonic()}"
-    command = [sys.executable, "-m", "vit_memory", "serve", *map(str, words), "--port", "0", "--log-format", "json"]
-    with log.open("w") as stderr:
-        process = subprocess.Popen(command, stderr=stderr, env={**os.environ, "OMP_NUM_THREADS": "1", **variables})
-    try:
-        yield Server(process, log)
-    finally:
-        for child in [*psutil.Process(process.pid).children()] if process.poll() is None else []:
-            child.kill()
-        process.kill()
-        process.wait()
-
-
-def wait(condition, seconds):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def command_lines(pid):

@@ -34,6 +34,7 @@ _LARGEST_HEADER = 64 * 2**20
 _FREE_ITEMS, _BYTES_PER_ITEM = 10_000, 16
 # A tensor is three groups (itself, its shape, its place); those of a learned reader are small, but not this small.
 _FREE_GROUPS, _BYTES_PER_GROUP = 2_000, 16
+_LARGEST_EMPTY = 2**40
 
 
 def write_container(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
@@ -173,7 +174,9 @@ def _tensors(path: Path, header: Mapping[str, Any], data: memoryview) -> dict[st
         if entry["dtype"] not in _DTYPES:
             raise DamagedFile(f"{where}: dtype {entry['dtype']!r}, expected one of {', '.join(_DTYPES)}.")
         dtype, shape, offsets = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2 or len(shape) > 8:
+        valid = _whole_numbers(shape) and _whole_numbers(offsets) and len(offsets) == 2 and len(shape) <= 8
+        # Without numbers no length is checked by the data, and torch cannot hold the product of very large ones.
+        if not valid or (0 in shape and math.prod(length or 1 for length in shape) > _LARGEST_EMPTY):
             raise DamagedFile(f"{where}: shape {shape!r} at {offsets!r} is not a valid shape or position.")
         size = math.prod(shape) * dtype.itemsize
         if offsets != [position, position + size] or offsets[1] > len(data):
@@ -181,10 +184,11 @@ def _tensors(path: Path, header: Mapping[str, Any], data: memoryview) -> dict[st
                 f"{where}: {size} bytes expected at {position} of {len(data)}, the header says {offsets}: cut off, "
                 f"overlapping or with gaps."
             )
-        empty = torch.empty(shape, dtype=dtype)
-        tensors[name] = (
-            torch.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=position).view(shape) if size else empty
-        )
+        if size:
+            flat = torch.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=position)
+            tensors[name] = flat.view(shape)
+        else:
+            tensors[name] = torch.empty(shape, dtype=dtype)
         position += size
     if position != len(data):
         raise DamagedFile(f"{path}: {len(data) - position} bytes after the last tensor are not described.")

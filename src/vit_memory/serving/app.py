@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match
 
 from vit_memory.backbone import Backbone, load_backbone
 from vit_memory.errors import UnknownTask, VitMemoryError
@@ -37,6 +38,7 @@ from vit_memory.serving.settings import Settings
 from vit_memory.serving.state import ServerState, state_of
 from vit_memory.serving.task_store import TaskStore
 
+_METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE")  # of any route
 _NAMED_TASKS = 100  # at most, in the answer to an unknown name
 _DEFAULTS = Settings()
 log = logging.getLogger(__name__)
@@ -152,7 +154,7 @@ def _add_handlers(app: FastAPI) -> None:
 
     def respond(request: Request, problem: ProblemError) -> Response:
         problem.detail = state_of(request).public(problem.detail)
-        return problem.response(request.state.request_id)
+        return problem.response(request.scope["path"], request.state.request_id)
 
     @app.exception_handler(ProblemError)
     async def on_problem(request: Request, error: ProblemError) -> Response:
@@ -173,7 +175,21 @@ def _add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        detail = str(error.detail)
+        detail, headers = str(error.detail), dict(error.headers or {})
         if error.status_code == 404 and detail == "Not Found":
             detail = "no such route; /docs lists them."
-        return respond(request, ProblemError(error.status_code, detail, headers=error.headers))
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(_allowed_methods(request))
+            detail = f"not with {request.method[:20]!r}; this route takes {headers['Allow']}."
+        return respond(request, ProblemError(error.status_code, detail, headers=headers))
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """The methods of all routes that have the path of a request; the router itself names those of the first one."""
+    address = {key: request.scope[key] for key in ("type", "path", "root_path", "headers") if key in request.scope}
+    routes = request.app.router.routes
+    return [
+        method
+        for method in _METHODS
+        if any(route.matches({**address, "method": method})[0] is Match.FULL for route in routes)
+    ]

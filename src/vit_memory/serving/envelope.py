@@ -43,7 +43,7 @@ class Envelope:
         self._state.requests += 1
         try:
             if refused is not None:
-                await refused.response(exchange.id)(scope, receive, exchange.send)
+                await refused.response(scope["path"], exchange.id)(scope, receive, exchange.send)
             else:
                 await self._app(scope, exchange.receive, exchange.send)
         except ClientDisconnect:
@@ -56,7 +56,7 @@ class Envelope:
             if exchange.status:
                 raise  # the answer had begun: the connection is all that can be closed
             problem = ProblemError(500, "the server failed; its log has the reason under this request id.")
-            await problem.response(exchange.id)(scope, receive, exchange.send)
+            await problem.response(scope["path"], exchange.id)(scope, receive, exchange.send)
         finally:
             self._state.requests -= 1
             self._tell(exchange)

@@ -3,22 +3,19 @@
     POST /v2/models/pets/infer  {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": ["<base64>"]}]}
 
 A model's version is the digest of its task. Errors are {"error": "…"}, as the protocol wants them, with the status that
-the same error has under /v1. Bytes and tensors are in `inference_tensors.py`.
+the same error has under /v1 (`problems.py`). Bytes and tensors are in `inference_tensors.py`.
 """
 
 import asyncio
 import json
-import logging
 import zlib
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version as version_of
 from typing import Any
 
 import torch
 from fastapi import APIRouter, Request
-from fastapi.routing import APIRoute
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from torch import Tensor
 
@@ -35,9 +32,9 @@ from vit_memory.serving.inference_models import (
 )
 from vit_memory.serving.inference_tensors import InferRequest, InputLimits, encode_answer, parse_request
 from vit_memory.serving.limits import Body, BodyBudget, unless_gone
-from vit_memory.serving.problems import ProblemError, json_bytes, problem_of
+from vit_memory.serving.problems import ProblemError
 from vit_memory.serving.security import ADMIN, PREDICT
-from vit_memory.serving.state import ServerState, state_of
+from vit_memory.serving.state import ServerState
 from vit_memory.serving.task_set import TaskSet
 from vit_memory.task import Task
 
@@ -46,20 +43,14 @@ LENGTH_HEADER = "Inference-Header-Content-Length"
 _LARGE_BODY = 2**20  # parsed in a thread: base64 of 64 MB takes a tenth of a second
 _SMALL_BODY = 2**20  # at most, of load and unload
 _LARGEST_RATIO = 1032  # of zlib: a body of so many zeros becomes one byte
-log = logging.getLogger(__name__)
 
 
 def router(state: ServerState) -> APIRouter:
     """The routes below /v2 of a server."""
-    routes = APIRouter(route_class=_ProtocolRoute, tags=["Open Inference Protocol v2"], responses=ERRORS)
+    routes = APIRouter(tags=["Open Inference Protocol v2"], responses=ERRORS)
     _add_server_routes(routes, state)
     _add_model_routes(routes, state)
     _add_repository_routes(routes, state)
-
-    @routes.api_route("/v2/{path:path}", methods=["GET", "POST", "PUT", "DELETE"], include_in_schema=False)
-    async def unknown(path: str) -> None:
-        raise ProblemError(404, "no such route of the Open Inference Protocol, or not with this method.")
-
     return routes
 
 
@@ -177,29 +168,6 @@ def _add_repository_routes(routes: APIRouter, state: ServerState) -> None:
                 await state.store.unload(other)
         await state.store.unload(name)
         return {"name": name}
-
-
-class _ProtocolRoute(APIRoute):
-    """A route whose errors have the protocol's form, those of access rules included."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Called by FastAPI."""
-        handle = super().get_route_handler()
-
-        async def handle_errors(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except ClientDisconnect:
-                raise
-            except Exception as error:
-                problem = problem_of(error)
-                if problem is None:
-                    log.exception("a request of the Open Inference Protocol failed")
-                    problem = ProblemError(500, "the server failed to answer this request; its log says why.")
-                message = state_of(request).public(problem.detail)
-                return Response(json_bytes({"error": message}), problem.status, problem.headers, "application/json")
-
-        return handle_errors
 
 
 def _find(state: ServerState, task_set: TaskSet, name: str, version: str | None) -> Task:

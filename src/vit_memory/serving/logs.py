@@ -36,6 +36,8 @@ def configure_logs(form: LogFormat, level: str = "info") -> None:
         logger.handlers, logger.propagate = [handler], False
         # What others say of every start and stop is said by this package already.
         logger.setLevel(lowest if name == "vit_memory" else max(logging.WARNING, lowest))
+    # It warns of every malformed form, in a line that is neither ours nor JSON; the answer to the client says the same.
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 class JsonFormatter(logging.Formatter):

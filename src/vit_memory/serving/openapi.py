@@ -169,12 +169,20 @@ TASKS = _json(_ref("Tasks"))
 STATUS = _json(_ref("Status"))
 ONE = {"task": _json(_ref("Task")), "branch": _json(_ref("Branch"))}
 FILE: Schema = {"content": {"application/octet-stream": {"schema": _FILE}}}
-EVENTS: Schema = {"content": {"text/event-stream": {"schema": _TEXT}}}
+EVENTS: Schema = {"content": {"text/event-stream": {}}}  # a stream of events, each with fields: no JSON value
 FILE_BODY: Schema = {"required": True, **FILE}
-_FORM = PredictOptions.model_json_schema()
+
+
+def _without_null(schema: Schema) -> Schema:
+    """A value in a query or a form, where there is no null: it is left out instead."""
+    (value,) = [one for one in schema.get("anyOf", [schema]) if one != {"type": "null"}]
+    return {**{key: one for key, one in schema.items() if key != "anyOf" and one is not None}, **value}
+
+
+_OPTIONS = {name: _without_null(schema) for name, schema in PredictOptions.model_json_schema()["properties"].items()}
 PREDICT_QUERY: list[Schema] = [
     {"name": name, "in": "query", "required": False, "description": schema["description"], "schema": schema}
-    for name, schema in _FORM["properties"].items()
+    for name, schema in _OPTIONS.items()
 ]
 PREDICT_BODY: Schema = {
     "required": True,
@@ -182,8 +190,12 @@ PREDICT_BODY: Schema = {
         "multipart/form-data": {
             "schema": {
                 "type": "object",
-                "properties": {IMAGE_FIELDS[0]: {**_list(_FILE), "minItems": 1}, **_FORM["properties"]},
-                "required": [IMAGE_FIELDS[0]],
+                "properties": {
+                    **{name: {**_list(_FILE), "minItems": 1} for name in IMAGE_FIELDS},
+                    **_OPTIONS,
+                },
+                "anyOf": [{"required": [name]} for name in IMAGE_FIELDS],
+                "additionalProperties": False,
             }
         },
         "application/octet-stream": {"schema": _FILE},

@@ -3,7 +3,7 @@
     {"type": "about:blank", "title": "Not Found", "status": 404, "detail": "no task 'pet'. …", "instance": "<id>"}
 
 Routes raise a `ProblemError`, or let an error of the library pass: `problem_of` knows the status of each. A client
-never sees a traceback.
+never sees a traceback. Below /v2, errors have the form of the Open Inference Protocol: {"error": "…"}.
 """
 
 import json
@@ -44,6 +44,7 @@ _STATUS: tuple[tuple[type[VitMemoryError], int], ...] = (
     (ServingError, 503),  # the pass over its batch failed
 )
 RETRY_AFTER_S = 1
+_PROTOCOL = "/v2"
 
 
 class ProblemError(Exception):
@@ -67,8 +68,10 @@ class ProblemError(Exception):
             **self.fields,
         }
 
-    def response(self, request_id: str) -> Response:
-        """As an answer."""
+    def response(self, path: str, request_id: str) -> Response:
+        """As the answer to a request for this path."""
+        if path == _PROTOCOL or path.startswith(f"{_PROTOCOL}/"):
+            return Response(json_bytes({"error": self.detail}), self.status, self.headers, "application/json")
         return Response(json_bytes(self.record(request_id)), self.status, self.headers, MEDIA_TYPE)
 
 
