@@ -256,6 +256,7 @@ def test_user_config_changes_tasks_without_a_new_process_and_a_bad_one_changes_n
     assert {step["status"] for step in (first, changed, bad, mended)} == {"RUNNING"}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own definitions, when it is imported
 def test_what_a_configuration_file_gets_wrong_is_named_without_repeating_a_token():
     from vit_memory.serving.ray_serve import Replicas, build
 
