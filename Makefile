@@ -12,7 +12,7 @@ demo: setup  ## set up, then teach the bundled backbone three tasks and write de
 test: lint types  ## set up, then lint, types, tests
 	$(BIN)/pytest -n 2 -m "not slow"
 
-test-slow: $(VENV)/.notebooks $(VENV)/.browser  ## the slow evidence alone: compilers, notebooks, the page in a browser
+test-slow: $(VENV)/.notebooks $(VENV)/.browser $(VENV)/.ray  ## the slow evidence alone: compilers, notebooks, the page in a browser, Ray
 	$(BIN)/pytest -n 2 -m slow
 
 test-all: test test-slow  ## everything
@@ -38,6 +38,11 @@ $(VENV)/.notebooks: $(VENV)/.ready
 # The page of the server is tested in Chromium, where one is installed.
 $(VENV)/.browser: $(VENV)/.ready
 	$(BIN)/pip install -q -c constraints.txt -e '.[browser]'
+	touch $@
+
+# Ray brings thirty packages; with the constraints it replaces none of those above, torch least of all.
+$(VENV)/.ray: $(VENV)/.ready
+	$(BIN)/pip install -q -c constraints.txt -e '.[ray]'
 	touch $@
 
 lint: setup

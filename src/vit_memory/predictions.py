@@ -73,6 +73,13 @@ class NotANumber:
 Prediction = LabelPrediction | LabelsPrediction | ValuesPrediction | NotANumber
 
 
+def column_names(task: Task) -> list[str]:
+    """The columns of a task in a table: a label and its confidence, labels and their probabilities, or its values."""
+    if task.kind == "regression":
+        return [f"{task.name} {label}" for label in task.labels]
+    return [task.name, f"{task.name} {'confidence' if task.kind == 'single-label' else 'probabilities'}"]
+
+
 def predictions(task: Task, outputs: Tensor) -> Iterator[Prediction]:
     """The prediction of a task for each of B images, from its outputs (B, C).
 

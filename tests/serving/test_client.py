@@ -179,6 +179,37 @@ def test_other_refusals_are_not_repeated(call, waits):
     assert waits == []
 
 
+@pytest.mark.parametrize("lost", [httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError, 500, 502])
+def test_a_prediction_whose_server_was_lost_is_sent_again_and_a_change_is_not(call, waits, lost):
+    """As a proxy answers for a process that was killed: in plain text, or not at all."""
+    requests = []
+
+    def answer(request):
+        requests.append(request)
+        if len(requests) % 3 == 0:
+            return httpx.Response(200, json={"version": "v", "images": [], "request_id": "r", "seconds": 0.1})
+        if isinstance(lost, int):
+            return httpx.Response(lost, text="Internal Server Error")
+        raise lost("the reason")
+
+    assert len(call(answer, "predict", b"content of the image", retries=5)) == 0
+    assert (len(requests), waits) == (3, [1, 1])
+    with pytest.raises(RequestFailed):
+        call(answer, "predict", b"content of the image")
+    requests.clear()
+    with pytest.raises(RequestFailed):
+        call(answer, "remove", "pets", retries=5)
+    assert len(requests) == 1
+
+
+def test_a_failure_that_the_server_itself_reports_is_not_repeated(call, waits):
+    count = []
+    failed = httpx.Response(500, json={"status": 500, "title": "Internal Server Error", "detail": "its log has it."})
+    with pytest.raises(RequestFailed, match="its log has it"):
+        call(lambda _: (count.append(1), failed)[1], "predict", b"content of the image", retries=5)
+    assert (len(count), waits) == (1, [])
+
+
 def test_the_token_is_sent_and_appears_nowhere_else(call, caplog):
     caplog.set_level(logging.DEBUG)
     seen = []

@@ -65,10 +65,14 @@ def test_the_python_examples_run(tmp_path, monkeypatch):
 
 
 def test_the_commands_take_the_options_that_are_told():
-    told = set(re.findall(r"`(--[a-z-]+)", DOCS)) | set(re.findall(r" (--[a-z-]+)", PLAIN.replace("curl", "\ncurl")))
-    told -= {option for line in CURL for option in re.findall(r"--[a-z-]+", line)}
-    described = CliRunner().invoke(app, ["serve", "--help"]).output
-    assert [option for option in sorted(told) if f"{option} " not in described] == []
+    described = {name: CliRunner().invoke(app, [name, "--help"]).output for name in ("serve", "predict")}
+    lines = [line.partition("  #")[0] for line in PLAIN.splitlines() if line.startswith("vit-memory ")]
+    assert {line.split()[1] for line in lines} == {"serve", "predict"}
+    for line in lines:
+        for option in re.findall(r" (--[a-z-]+)", line):
+            assert f"{option} " in described[line.split()[1]], line
+    told = set(re.findall(r"`(--[a-z-]+)", DOCS))
+    assert [option for option in sorted(told) if f"{option} " not in "".join(described.values())] == []
 
 
 def test_the_limits_that_are_told_are_the_defaults():

@@ -4,6 +4,8 @@ import csv
 import io
 import json
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,6 +14,8 @@ import typer
 
 from vit_memory.cli.models import ComputeOptions, ModelOptions
 from vit_memory.cli.options import spread_options
+from vit_memory.cli.progress import ScoringProgress, show_log
+from vit_memory.cli.ray import require_ray
 
 if TYPE_CHECKING:
     from vit_memory.evaluation.inference import FilePrediction
@@ -21,23 +25,68 @@ if TYPE_CHECKING:
 Format = Literal["table", "csv", "jsonl"]
 
 
+@dataclass(frozen=True)
+class ScoringOptions:
+    """Large sets of images, with Ray."""
+
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray", help="Spread the images over this machine, or over the cluster that RAY_ADDRESS names, into --out."
+        ),
+    ] = False
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER|ADDRESS", help="With --ray: a folder for Parquet files; a second start goes on."),
+    ] = None
+    part_size: Annotated[int, typer.Option(min=1, help="With --ray: images per Parquet file.")] = 512
+
+    def check(self, output: str, images: Sequence[str]) -> None:
+        """Raise BadParameter if the options do not go together, or Ray is missing."""
+        if not self.ray:
+            if self.out is not None:
+                raise typer.BadParameter("--out is for --ray; without it, the answers are printed.")
+            if addresses := [image for image in images if "://" in image]:
+                raise typer.BadParameter(f"{addresses[0]}: an address is read with --ray only.")
+            return
+        if self.out is None:
+            raise typer.BadParameter("--ray needs --out FOLDER, where it writes Parquet files.")
+        if output != "table":
+            raise typer.BadParameter("--format is for answers that are printed; --ray writes Parquet files.")
+        require_ray()
+
+
 @spread_options
 def predict(
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGE|FOLDER", help="Images, or folders of any size.")],
+    images: Annotated[
+        list[str],
+        typer.Argument(metavar="IMAGE|FOLDER", help="Images, or folders of any size; with --ray also s3://… and such."),
+    ],
     sources: Annotated[list[Path], typer.Option("--bundle", help="Bundle folder or task file; may be repeated.")],
     *,
     model: ModelOptions,
     output: Annotated[Format, typer.Option("--format", help="One line per image in this format.")] = "table",
     compute: ComputeOptions,
+    scoring: ScoringOptions,
 ) -> None:
-    """Print the predictions of tasks for images.
+    """Print the predictions of tasks for images, or with --ray write them to Parquet files.
 
     Single-label tasks give a label and its probability, multi-label tasks the labels whose probability reaches their
     threshold, regression tasks values. A bad image gets the reason; exit 1 if all are bad.
     """
-    missing = [str(path) for path in images if not path.exists()]
+    scoring.check(output, images)
+    missing = [image for image in images if "://" not in image and not Path(image).exists()]
     if missing:
         raise typer.BadParameter(f"{', '.join(missing)}: no such file or folder.")
+    if scoring.ray:
+        _predict_with_ray(images, sources, model, compute, scoring)
+    else:
+        _predict_here([Path(image) for image in images], sources, model, output, compute)
+
+
+def _predict_here(
+    images: Sequence[Path], sources: Sequence[Path], model: ModelOptions, output: Format, compute: ComputeOptions
+) -> None:
     from vit_memory.evaluation import inference
 
     compute.limit_threads()
@@ -62,6 +111,41 @@ def predict(
     if not count:
         typer.echo(f"no images in {', '.join(map(str, images))}.", err=True)
     if not good:
+        raise typer.Exit(1)
+
+
+def _predict_with_ray(
+    images: Sequence[str],
+    sources: Sequence[Path],
+    model: ModelOptions,
+    compute: ComputeOptions,
+    scoring: ScoringOptions,
+) -> None:
+    from vit_memory.cli.tasks import parse_rename
+    from vit_memory.serving.ray_data import ScoringJob, score
+
+    assert scoring.out is not None
+    job = ScoringJob(
+        images=tuple(images),
+        sources=tuple(sources),
+        out=scoring.out,
+        backbone=model.backbone,
+        device=model.device,
+        tasks=tuple(model.task or ()),
+        rename=parse_rename(model.rename),
+        batch=compute.images_per_pass,
+        part_size=scoring.part_size,
+        threads=compute.threads or 1,
+        workers=compute.workers or 0,
+    )
+    show_log()
+    with closing(ScoringProgress()) as show:
+        for progress in score(job):
+            show(progress)
+    there = progress.total - progress.scored
+    before = f", {there} of them before" if there else ""
+    typer.echo(f"{scoring.out}: {progress.total} images{before}; {progress.bad} bad ones now")
+    if progress.scored and progress.bad == progress.scored:
         raise typer.Exit(1)
 
 
@@ -95,9 +179,9 @@ def _csv_row(cells: Sequence[str]) -> str:
 
 
 def _csv_titles(task: "Task") -> list[str]:
-    if task.kind == "regression":
-        return [f"{task.name} {label}" for label in task.labels]
-    return [task.name, f"{task.name} {'confidence' if task.kind == 'single-label' else 'probabilities'}"]
+    from vit_memory.predictions import column_names
+
+    return column_names(task)
 
 
 def _csv_cells(task: "Task", prediction: "FilePrediction") -> list[str]:

@@ -1,4 +1,4 @@
-"""Progress of a training on stderr, the log, and stopping with Ctrl-C."""
+"""Progress of a training or a prediction on stderr, the log, and stopping with Ctrl-C."""
 
 import logging
 import os
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from vit_memory.cli.terminal import Bar, LogHandler, is_interactive
 
 if TYPE_CHECKING:
+    from vit_memory.serving.ray_data import Progress as Scored
     from vit_memory.training.callbacks import Progress
 
 
@@ -88,6 +89,41 @@ class TrainingProgress:
     def _seconds_per_step(self, progress: "Progress") -> float | None:
         done, seconds = progress.step - self._start_step, time.perf_counter() - self._start_time
         return seconds / done if done > 0 and seconds > 0 else None
+
+
+class ScoringProgress:
+    """Shows how many images are predicted, and the rate: as a bar in a terminal, elsewhere a line every few seconds.
+
+    Use it in `contextlib.closing`.
+    """
+
+    _EVERY_S = 5.0
+
+    def __init__(self) -> None:
+        self._bar = Bar() if is_interactive() else None
+        self._start_time = self._shown_at = time.perf_counter()
+
+    def __call__(self, progress: "Scored") -> None:
+        """Show the progress after one part."""
+        now = time.perf_counter()
+        texts = [f"{progress.images}/{progress.total} images"]
+        if progress.scored:
+            rate = progress.scored / max(now - self._start_time, 1e-9)  # with the start of Ray
+            texts.append(f"{rate:.1f} images/s")
+            if left := progress.total - progress.images:
+                texts.append(f"{duration(left / rate)} left")
+        if progress.bad:
+            texts.append(f"{progress.bad} bad")
+        if self._bar is not None:
+            self._bar.show(progress.images, progress.total, texts)
+        elif now - self._shown_at >= self._EVERY_S or progress.images == progress.total:
+            self._shown_at = now
+            sys.stderr.write("  ".join(texts) + "\n")
+
+    def close(self) -> None:
+        """End the bar."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _without_nan(values: tuple[float, ...]) -> list[float]:

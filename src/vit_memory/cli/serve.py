@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from vit_memory.cli.options import spread_options
+from vit_memory.cli.ray import require_ray
 
 if TYPE_CHECKING:
     from vit_memory.serving.options import EngineOptions
+    from vit_memory.serving.server import ServePlan
     from vit_memory.serving.settings import Limits
 
 TOKEN_VARIABLE, ADMIN_VARIABLE = "VIT_MEMORY_TOKEN", "VIT_MEMORY_ADMIN_TOKEN"
-_ACCESS, _LIMITS, _COMPUTE = "Access", "Limits", "Computing"
+_ACCESS, _LIMITS, _COMPUTE, _RAY = "Access", "Limits", "Computing", "Ray"
 LogLevel = Literal["debug", "info", "warning", "error"]
 _SECRETS = {"--token": TOKEN_VARIABLE, "--admin-token": ADMIN_VARIABLE}
 
@@ -134,6 +136,35 @@ class EngineSettings:
         )
 
 
+@dataclass(frozen=True)
+class RayOptions:
+    """Whether Ray runs the server."""
+
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray",
+            help="Serve with Ray, on this machine or on the cluster that RAY_ADDRESS names.",
+            rich_help_panel=_RAY,
+        ),
+    ] = False
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|MIN-MAX", help="Replicas, or a range, by the load.  [default: 1]", rich_help_panel=_RAY
+        ),
+    ] = None
+
+    def check(self, workers: int) -> None:
+        """Raise BadParameter if the options do not go together, or Ray is missing."""
+        if not self.ray and self.replicas is not None:
+            raise typer.BadParameter("--replicas is for --ray; without it, there are --workers.")
+        if self.ray and workers > 1:
+            raise typer.BadParameter("--workers is not for --ray: give --replicas.")
+        if self.ray:
+            require_ray()
+
+
 @spread_options
 def serve(
     sources: Annotated[list[Path], typer.Argument(metavar="BUNDLE|TASK…", help="A bundle's folder, or task files.")],
@@ -147,6 +178,7 @@ def serve(
     access: AccessOptions,
     limits: LimitOptions,
     engine: EngineSettings,
+    ray: RayOptions,
     log_format: Annotated[Literal["text", "json"], typer.Option(help="Lines of the log, on stderr.")] = "text",
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="From this level on.")
@@ -161,35 +193,63 @@ def serve(
     from vit_memory.serving.workers import end_on_signals
 
     end_on_signals()  # loading takes a while
+    ray.check(engine.workers)
     token, admin_token = access.tokens()
     try:
         from vit_memory.serving.server import ServePlan, run
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("vit_memory"):
             raise
-        raise typer.BadParameter(f"{error.name} is missing: pip install 'vit-memory[serve]'") from None
+        extra = "ray" if ray.ray else "serve"
+        raise typer.BadParameter(f"{error.name} is missing: pip install 'vit-memory[{extra}]'") from None
     from vit_memory.serving.settings import Settings
 
-    run(
-        ServePlan(
-            sources=tuple(sources),
-            settings=Settings(
-                token=token,
-                admin_token=admin_token,
-                read_only=read_only,
-                cors=tuple(access.cors or ()),
-                limits=limits.limits(),
-                engine=engine.options(limits),
-            ),
-            bundle_folder=bundle_dir,
-            backbone=engine.backbone,
-            device=engine.device,
-            host=host,
-            port=port,
-            workers=engine.workers,
-            insecure=access.insecure,
-            log_format=log_format,
-            log_level=log_level,
+    plan = ServePlan(
+        sources=tuple(sources),
+        settings=Settings(
+            token=token,
+            admin_token=admin_token,
+            read_only=read_only,
+            cors=tuple(access.cors or ()),
+            limits=limits.limits(),
+            engine=engine.options(limits),
+        ),
+        bundle_folder=bundle_dir,
+        backbone=engine.backbone,
+        device=engine.device,
+        host=host,
+        port=port,
+        workers=engine.workers,
+        insecure=access.insecure,
+        log_format=log_format,
+        log_level=log_level,
+    )
+    if ray.ray:
+        _run_on_ray(plan, access, ray.replicas)
+    else:
+        run(plan)
+
+
+def _run_on_ray(plan: "ServePlan", access: AccessOptions, replicas: str | None) -> None:
+    """Replicas find tokens where this process says: in a file, or in the environment, which Ray's processes inherit."""
+    from vit_memory.serving import ray_serve
+    from vit_memory.serving.token_places import TokenPlace
+
+    def place(token: str | None, file: Path | None, variable: str) -> TokenPlace | None:
+        if token is None:
+            return None
+        if file is not None:
+            return TokenPlace("file", str(file.resolve()))
+        os.environ[variable] = token
+        return TokenPlace("env", variable)
+
+    settings = plan.settings
+    ray_serve.run(
+        ray_serve.RayPlan(
+            plan,
+            ray_serve.Replicas.parse(replicas or "1"),
+            place(settings.token, access.token_file, TOKEN_VARIABLE),
+            place(settings.admin_token, access.admin_token_file, ADMIN_VARIABLE),
         )
     )
 
@@ -218,6 +278,8 @@ def _hide_tokens(command: Sequence[str]) -> None:
 
 
 def _token(option: str, value: str | None, file: Path | None, variable: str) -> str | None:
+    from vit_memory.serving.token_places import is_token
+
     if value is not None and file is not None:
         raise typer.BadParameter(f"{option} and {option}-file are both given; give one.")
     if file is not None:
@@ -230,6 +292,6 @@ def _token(option: str, value: str | None, file: Path | None, variable: str) -> 
         token = os.environ[variable]
     else:
         return None
-    if not token or not token.isascii() or not token.isprintable() or " " in token:
+    if not is_token(token):
         raise typer.BadParameter(f"the token of {option} is empty or holds characters that a header cannot: use ASCII.")
     return token

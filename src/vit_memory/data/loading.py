@@ -8,7 +8,9 @@ import logging
 import math
 import os
 import signal
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,7 @@ class Loader:
     workers: int = 0
     on_bad_image: OnBadImage = "fail"
     bad: BadImages = field(default_factory=BadImages)
+    in_threads: bool = False  # the workers are threads, for a process that must not fork
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -104,6 +107,8 @@ class Loader:
         workers = min(self.workers, len(batches))
         if workers == 0:
             return (batches[i] for i in range(len(batches)))
+        if self.in_threads:
+            return _load_in_threads(batches, workers)
         return DataLoader(
             batches,
             batch_size=None,
@@ -172,6 +177,18 @@ class _Batches(Dataset[Any]):
             images[len(loaded)] = pixels
             loaded.append(index)
         return images[: len(loaded)], torch.tensor(loaded, dtype=torch.int64), bad
+
+
+def _load_in_threads(batches: _Batches, workers: int) -> Iterator[_Loaded | BadImage]:
+    """The batches in order; as many as there are threads are loaded ahead."""
+    with ThreadPoolExecutor(workers, "load", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        ahead: deque[Future[_Loaded | BadImage]] = deque()
+        for i in range(len(batches)):
+            ahead.append(pool.submit(batches.__getitem__, i))
+            if len(ahead) > workers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

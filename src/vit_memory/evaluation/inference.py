@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vit_memory.data.decoding import EXTENSIONS
-from vit_memory.data.images import ImageFiles
+from vit_memory.data.images import ImageFiles, Images
 from vit_memory.data.loading import BadImages, Loader, nothing_usable
 from vit_memory.data.splits import Split
 from vit_memory.data.transforms import EvalTransform
@@ -89,14 +89,20 @@ def predict(
     batch: int = 64,
     workers: int = 0,
     threads: int | None = None,
+    images: Callable[[tuple[str, ...]], Images] = ImageFiles,
+    in_threads: bool = False,
 ) -> Iterator[FilePrediction]:
-    """Predict any number of files, in order and in constant memory; a bad image has its reason as `error`."""
+    """Predict any number of files, in order and in constant memory; a bad image has its reason as `error`.
+
+    `images` reads files by their names, from elsewhere than this machine for example. With `in_threads`, the workers
+    are threads.
+    """
     transform = EvalTransform(preprocessing_of(model, names))
     stream = iter(paths)
     while chunk := list(islice(stream, _CHUNK)):
         skipped = BadImages()
-        split = Split(ImageFiles(tuple(chunk)), torch.zeros(len(chunk), dtype=torch.int64).numpy(), (b"",) * len(chunk))
-        loader = Loader(split, transform, batch, workers, "skip", skipped)
+        split = Split(images(tuple(chunk)), torch.zeros(len(chunk), dtype=torch.int64).numpy(), (b"",) * len(chunk))
+        loader = Loader(split, transform, batch, workers, "skip", skipped, in_threads)
         predicted: dict[int, dict[str, Prediction]] = {}
         with ChunkThreads(model.backbone.device, threads) as pool:
             for part in loader.batches():

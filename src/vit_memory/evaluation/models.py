@@ -47,6 +47,13 @@ def open_composable(
     rename: Mapping[Path, str] | None = None,
 ) -> tuple[MemoryViT, Collected]:
     """As `open_model`, with the files of the tasks; TaskError if one of them does not compose."""
+    collected = collect_composable(sources, rename)
+    loaded = load_backbone(backbone or collected.tasks[0].backbone.name, device=device)
+    return MemoryViT(loaded, collected.tasks, collected.branches), collected
+
+
+def collect_composable(sources: Sequence[Path], rename: Mapping[Path, str] | None = None) -> Collected:
+    """The tasks of bundles and files, with everything that they need; TaskError if one of them does not compose."""
     collected = _collect(sources, rename)
     for file in collected.files:
         conflict = REGIMES[file.task.regime].conflict
@@ -55,8 +62,7 @@ def open_composable(
                 f"{file.path}: task {file.task.name!r} is of regime {file.task.regime!r}: {conflict}. Leave it out; "
                 f"tasks of these regimes leave others as they are: {', '.join(sorted(COMPOSABLE))}."
             )
-    loaded = load_backbone(backbone or collected.tasks[0].backbone.name, device=device)
-    return MemoryViT(loaded, collected.tasks, collected.branches), collected
+    return collected
 
 
 def _collect(sources: Sequence[Path], rename: Mapping[Path, str] | None) -> Collected:

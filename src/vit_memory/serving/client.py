@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vit_memory.task import Task
 
 LONGEST_WAIT_S = 30.0  # between two attempts, whatever Retry-After says
+_RETRY_AFTER_S = 1.0  # where the server says nothing
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -70,12 +71,13 @@ class _Calls:
             "/v1/predict",
             params={key: value for key, value in query.items() if value is not None},
             files=[("images", image_file(source, i)) for i, source in enumerate(sources, 1)],
+            changes_nothing=True,
         )
         return _read(response, Answers.of)
 
     async def tasks(self) -> ServedTasks:
         """The tasks that the server answers for, by name."""
-        return _read(await self._send("GET", "/v1/tasks"), ServedTasks.of)
+        return _read(await self._send("GET", "/v1/tasks", changes_nothing=True), ServedTasks.of)
 
     async def add(
         self, source: "str | Path | Task | Branch", *, replace: bool = False, if_match: str | None = None
@@ -102,12 +104,19 @@ class _Calls:
 
     async def status(self) -> Mapping[str, Any]:
         """The server's queue, counters, version and costs, as it reports them."""
-        return _read(await self._send("GET", "/v1/status"), dict)
+        return _read(await self._send("GET", "/v1/status", changes_nothing=True), dict)
 
-    async def _send(self, method: str, path: str, **content: Any) -> "httpx.Response":
+    async def _send(self, method: str, path: str, *, changes_nothing: bool = False, **content: Any) -> "httpx.Response":
         for attempts_left in range(self._retries, -1, -1):
-            response = await self._attempt(method, path, **content)
-            if response.status_code != 503 or not attempts_left:
+            try:
+                response = await self._attempt(method, path, **content)
+            except _ConnectionLost:
+                if not attempts_left or not changes_nothing:
+                    raise
+                await self._sleep(_RETRY_AFTER_S)
+                continue
+            again = response.status_code == 503 or (changes_nothing and _server_was_lost(response))
+            if not again or not attempts_left:
                 break
             await self._sleep(_retry_after_s(response))
         if not response.is_success:
@@ -122,7 +131,11 @@ class _Calls:
             raise RequestFailed(None, "timed out", f"{method} {self._url}{path}: no answer in time.") from error
         except httpx.HTTPError as error:
             detail = f"{method} {self._url}{path}: {error or type(error).__name__}"
-            raise RequestFailed(None, "no answer", detail) from error
+            raise _ConnectionLost(None, "no answer", detail) from error
+
+
+class _ConnectionLost(RequestFailed):
+    """There was no answer, because the connection could not be made or broke."""
 
 
 class AsyncClient(_Calls):
@@ -197,8 +210,9 @@ class Client:
     """A client for a server. `token` is the one to predict, or the admin token, to change tasks too.
 
     `timeout_s` bounds the wait for each step of an answer; `retries` is how often a request that the server refused
-    because its queue was full (503) is sent again, after the wait that the server asks for. A refusal is a
-    RequestFailed with `status`, `title` and `detail`. `transport` is one of httpx, for certificates of your own.
+    because its queue was full (503) is sent again, after the wait that the server asks for; predictions also if the
+    connection, or the process behind a proxy, was lost. A refusal is a RequestFailed with `status`, `title` and
+    `detail`. `transport` is one of httpx, for certificates of your own.
 
     >>> with Client(url) as client:
     ...     answer = client.predict(image)[0]
@@ -272,7 +286,12 @@ def _listed(names: Sequence[str] | None) -> str | None:
 
 def _retry_after_s(response: "httpx.Response") -> float:
     text = response.headers.get("Retry-After", "")
-    return min(float(text), LONGEST_WAIT_S) if text.isascii() and text.isdigit() else 1.0
+    return min(float(text), LONGEST_WAIT_S) if text.isascii() and text.isdigit() else _RETRY_AFTER_S
+
+
+def _server_was_lost(response: "httpx.Response") -> bool:
+    """Whether a proxy answers in the place of a server that ended: what the server itself says is JSON."""
+    return response.status_code in (500, 502) and "json" not in response.headers.get("Content-Type", "")
 
 
 def _refusal(response: "httpx.Response") -> RequestFailed:

@@ -55,7 +55,11 @@ def tasks_json(state: ServerState, task_set: TaskSet) -> dict[str, Any]:
         "tasks": [task_json(graph[name], task_set.digests[name], graph.branch_of(name)) for name in graph],
         "branches": [branch_json(branch, graph.branch_digests[name]) for name, branch in graph.branches.items()],
         "unloaded": sorted(state.store.unloaded),
-        "read_only": settings.read_only or (settings.token is not None and settings.admin_token is None),
+        "read_only": (
+            settings.read_only
+            or state.changes_refused is not None
+            or (settings.token is not None and settings.admin_token is None)
+        ),
         "persistent": state.store.persistent,
         "limits": {
             "max_body_bytes": settings.limits.max_body_bytes,
@@ -91,7 +95,7 @@ def status_json(state: ServerState) -> dict[str, Any]:
     """What the engine has done since the start, and what it has to do."""
     stats = asdict(state.engine.stats)
     own = {"pid": os.getpid(), "requests": state.requests, "bodies_bytes": state.bodies.used}
-    return {**stats, **own, "listeners": state.listeners}
+    return {**stats, **own, "listeners": state.listeners, "problem": state.problem}
 
 
 def _stored_bytes(item: Task | Branch) -> int:

@@ -149,6 +149,7 @@ def _add_repository_routes(routes: APIRouter, state: ServerState) -> None:
     @routes.post("/v2/repository/models/{name}/load", dependencies=[ADMIN], openapi_extra=OPTIONS_BODY)
     async def load(name: str, request: Request) -> dict[str, str]:
         """Serve a task again that was unloaded, and the tasks that it extends."""
+        _check_unloading(state)
         options = await _options(state, request)
         if options.get("parameters"):
             raise ProblemError(400, "load takes no parameters; upload a task file with PUT /v1/tasks/{name}.")
@@ -158,6 +159,7 @@ def _add_repository_routes(routes: APIRouter, state: ServerState) -> None:
     @routes.post("/v2/repository/models/{name}/unload", dependencies=[ADMIN], openapi_extra=OPTIONS_BODY)
     async def unload(name: str, request: Request) -> dict[str, str]:
         """Serve a task no longer, and keep its file: until it is loaded again, or the server starts again."""
+        _check_unloading(state)
         parameters = (await _options(state, request)).get("parameters")
         dependents = parameters.get("unload_dependents") if isinstance(parameters, dict) else None
         held = state.store.held
@@ -168,6 +170,11 @@ def _add_repository_routes(routes: APIRouter, state: ServerState) -> None:
                 await state.store.unload(other)
         await state.store.unload(name)
         return {"name": name}
+
+
+def _check_unloading(state: ServerState) -> None:
+    if state.unloading_refused is not None:
+        raise ProblemError(403, state.unloading_refused)
 
 
 def _find(state: ServerState, task_set: TaskSet, name: str, version: str | None) -> Task:

@@ -57,7 +57,8 @@ async def allow_admin(
     credentials: HTTPAuthorizationCredentials | None = Security(_bearer),  # noqa: B008
 ) -> None:
     """A dependency of routes that change tasks: 401 without a valid token, 403 with one that only predicts."""
-    settings = state_of(request).settings
+    state = state_of(request)
+    settings = state.settings
     await allow_predict(request, credentials)
     if settings.admin_token is None:
         if settings.token is not None:
@@ -70,6 +71,8 @@ async def allow_admin(
         raise ProblemError(403, "changing tasks needs the admin token; this one is for predictions only.")
     if settings.read_only:
         raise ProblemError(403, "this server is read-only: it was started with --read-only.")
+    if state.changes_refused is not None:
+        raise ProblemError(403, state.changes_refused)
 
 
 PREDICT = Depends(allow_predict)

@@ -77,12 +77,18 @@ class ServePlan:
         """Whether a page that a browser on this machine shows could use the server, since nothing is secret."""
         return self.settings.token is None and not self.insecure
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The Host headers that are accepted; all if there are none."""
+        return (*LOOPBACK, self.host) if self.open_to_browsers else ()
+
 
 def run(plan: ServePlan) -> None:
     """Serve until a signal ends it; returns when all that was asked is answered."""
     configure_logs(plan.log_format, plan.log_level)
     end_on_signals()
-    listener = _bind(plan.host, plan.port)
+    listener = bind(plan.host, plan.port)
+    log_address(plan.host, listener.getsockname()[1])
     run_folder = Path(tempfile.mkdtemp(prefix="vit-memory-serve-")) if plan.workers > 1 else None
     try:
         plan = _prepared(plan, run_folder)
@@ -136,21 +142,20 @@ def _work(plan: ServePlan, listener: socket.socket, ready: Callable[[], None]) -
 
 def _prepared(plan: ServePlan, run_folder: Path | None) -> ServePlan:
     """The plan with what only this process decides: folders that workers share, hosts, and lines in the log."""
-    hosts = (*LOOPBACK, plan.host) if plan.open_to_browsers else ()
-    plan = replace(plan, settings=replace(plan.settings, allowed_hosts=hosts, run_folder=run_folder))
+    plan = replace(plan, settings=replace(plan.settings, allowed_hosts=plan.hosts, run_folder=run_folder))
     if plan.folder is None:
         if not plan.settings.read_only:
             log.info("changes of tasks are kept until the server stops; give --bundle-dir DIR to keep them")
         if run_folder is not None:  # what workers share
             plan = replace(plan, bundle_folder=run_folder / "bundle")
     if plan.bundle_folder is not None:
-        _create_bundle(plan.bundle_folder, plan.sources)
+        create_bundle(plan.bundle_folder, plan.sources)
     if plan.insecure and plan.settings.token is None:
         log.warning("no token: everybody who reaches this server may use it")
     return plan
 
 
-def _create_bundle(folder: Path, sources: Sequence[Path]) -> None:
+def create_bundle(folder: Path, sources: Sequence[Path]) -> None:
     """A bundle of task files, unless an earlier start made it: what was changed since then is not undone."""
     if (folder / MANIFEST).exists():
         log.info("%s is a bundle already: its tasks are served, the files given are not read", folder)
@@ -159,7 +164,8 @@ def _create_bundle(folder: Path, sources: Sequence[Path]) -> None:
     Bundle.create(folder, collected.tasks[0].backbone, collected.tasks, collected.branches)
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """A socket on an address; ServingError if it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     try:
@@ -168,6 +174,10 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ServingError(f"cannot listen on {host}, port {port}: {error.strerror or error}.") from error
-    shown = f"[{host}]" if family == socket.AF_INET6 else host
-    log.info("listening", extra={"fields": {"url": f"http://{shown}:{listener.getsockname()[1]}"}})
     return listener
+
+
+def log_address(host: str, port: int) -> None:
+    """Say in the log where the server is."""
+    shown = f"[{host.strip('[]')}]" if ":" in host else host
+    log.info("listening", extra={"fields": {"url": f"http://{shown}:{port}"}})

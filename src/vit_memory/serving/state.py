@@ -26,6 +26,9 @@ class ServerState:
     listeners: int = 0  # open streams of events
     requests: int = 0  # being answered
     on_ready: Callable[[], None] = lambda: None
+    changes_refused: str | None = None  # why tasks cannot be changed over HTTP, where they are changed another way
+    unloading_refused: str | None = None  # why tasks cannot be loaded and unloaded
+    problem: str | None = None  # why what this server was told to serve last is not served; for /v1/status
     backbone_name: str = field(init=False)  # for clients: of one loaded from a folder, the folder's name alone
     _paths: list[str] = field(init=False)  # that no message may show
 
@@ -33,10 +36,19 @@ class ServerState:
         name = self.engine.task_set.model.backbone.name
         is_local = name.startswith((".", "~")) or Path(name).is_absolute() or Path(name).exists()
         self.backbone_name = (Path(name).name or "backbone") if is_local else name
-        folder = self.settings.bundle_folder
-        paths = [name] if is_local else []
-        paths += [] if folder is None else [str(folder), str(folder.absolute()), str(folder.resolve())]
-        self._paths = sorted({path for path in paths if Path(path).name not in ("", path)}, key=len, reverse=True)
+        self._paths = []
+        if is_local:
+            self._hide(name)
+        if self.settings.bundle_folder is not None:
+            self.hide(self.settings.bundle_folder)
+
+    def hide(self, path: Path) -> None:
+        """Show no more than the name of this file or folder in messages."""
+        self._hide(str(path), str(path.absolute()), str(path.resolve()))
+
+    def _hide(self, *paths: str) -> None:
+        hidden = {*self._paths, *(path for path in paths if Path(path).name not in ("", path))}
+        self._paths = sorted(hidden, key=len, reverse=True)
 
     def public(self, message: str) -> str:
         """A message without paths of this machine."""

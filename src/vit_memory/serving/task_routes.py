@@ -7,7 +7,9 @@ unawares.
 
 import asyncio
 import logging
+import math
 import re
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal
 from urllib.parse import quote
@@ -213,9 +215,11 @@ def _etags(request: Request, header: str) -> set[str] | None:
 async def _versions(state: ServerState) -> AsyncIterator[bytes]:
     """Looks instead of being told: a change may come from anywhere, and a stream must notice that the server stops."""
     state.listeners += 1
+    limit = state.settings.limits.stream_s
+    end = math.inf if limit is None else time.monotonic() + limit
     try:
         version, looks = None, 0
-        while not state.stopping:
+        while not state.stopping and time.monotonic() < end:
             task_set = state.engine.task_set
             if task_set.version != version:
                 version = task_set.version

@@ -52,7 +52,7 @@ class TaskStore:
         self._held: TaskGraph = engine.task_set.tasks
         self._unloaded: frozenset[str] = frozenset()
         self._unloaded_file = None if run_folder is None else run_folder / _UNLOADED
-        self._seen = self._stamps()
+        self._seen = self._stamps(folder)
         self._turn = asyncio.Lock()
 
     @property
@@ -124,23 +124,31 @@ class TaskStore:
             raise UnknownTask(f"no branch {name!r}. Attached: {', '.join(branches) or 'none'}.")
         return branches[name]
 
+    async def hold(self, source: BundleFolder | TaskGraph) -> TaskSet:
+        """Hold and serve what another folder holds, and follow it from now on; or these tasks, without a folder.
+
+        All or nothing: if it cannot be served, what is held stays, and its folder is followed as before.
+        """
+        return await asyncio.shield(asyncio.create_task(self._hold(source)))
+
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Follow what others change in the folder, until the block ends."""
-        watch = asyncio.create_task(self._watch()) if self._folder is not None else None
+        watch = asyncio.create_task(self._watch())
         try:
             yield
         finally:
-            if watch is not None:
-                watch.cancel()
-                with suppress(asyncio.CancelledError):
-                    await watch
+            watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await watch
 
     async def _watch(self) -> None:
         failed: object = None
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            stamps = await asyncio.to_thread(self._stamps)
+            if self._folder is None:  # `hold` may give it one
+                continue
+            stamps = await asyncio.to_thread(self._stamps, self._folder)
             if stamps == self._seen:
                 continue
             try:
@@ -168,18 +176,27 @@ class TaskStore:
             except FileError as error:
                 raise ProblemError(503, f"nothing was changed: {error}") from error
             try:
-                if self._stamps() != self._seen:
+                if self._stamps(self._folder) != self._seen:
                     await self._follow()
                 task_set = await self._serve(edit())
-                self._seen = self._stamps()
+                self._seen = self._stamps(self._folder)
                 return task_set
             finally:
                 lock.__exit__(None, None, None)
 
+    async def _hold(self, source: BundleFolder | TaskGraph) -> TaskSet:
+        async with self._turn:
+            folder = None if isinstance(source, TaskGraph) else source
+            stamps = self._stamps(folder)  # before reading: a change meanwhile is seen next time
+            held = source if isinstance(source, TaskGraph) else await asyncio.to_thread(source.read)
+            task_set = await self._serve(_Edit(held, frozenset()))
+            self._folder, self._seen = folder, stamps
+            return task_set
+
     async def _follow(self) -> None:
         """Serve what the folder holds now."""
         assert self._folder is not None
-        stamps = self._stamps()  # before reading: a change meanwhile is seen next time
+        stamps = self._stamps(self._folder)  # before reading: a change meanwhile is seen next time
         held = await asyncio.to_thread(self._folder.read)
         unloaded = self._unloaded if self._unloaded_file is None else _read_names(self._unloaded_file)
         # Others may have added a task that extends an unloaded one: that one is served again.
@@ -208,13 +225,13 @@ class TaskStore:
         self._held, self._unloaded = edit.held, edit.unloaded
         return task_set
 
-    def _stamps(self) -> tuple[object, object]:
+    def _stamps(self, folder: BundleFolder | None) -> tuple[object, object]:
         """Changes whenever another process changes something."""
         names = None
         if self._unloaded_file is not None:
             with suppress(OSError):
                 names = self._unloaded_file.stat().st_mtime_ns
-        return None if self._folder is None else self._folder.stamp(), names
+        return None if folder is None else folder.stamp(), names
 
 
 def _same(a: TaskGraph, b: TaskGraph) -> bool:
