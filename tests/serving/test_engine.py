@@ -114,7 +114,7 @@ def test_a_task_that_is_nan_spoils_only_its_own_answer():
         assert answer.original.identical
 
 
-def test_check_original_compares_with_the_librarys_own_forward_of_the_same_batch(monkeypatch):
+def test_check_original_compares_with_the_librarys_own_forward_of_the_same_batch(passes, monkeypatch):
     family = type(backbone().family)
     forward, seen = family.library_forward, []
 

@@ -58,11 +58,11 @@ def test_a_cancelled_or_expired_request_never_reaches_the_model(passes):
             cancelled = asyncio.ensure_future(engine.predict(jpeg(1)))
             expired = asyncio.ensure_future(engine.predict(jpeg(2), timeout_s=0.05, name="dog.jpg"))
             wanted = asyncio.ensure_future(engine.predict(jpeg(3)))
-            await until(lambda: len(engine._queue._ready) == 3)
+            await until(lambda: len(engine._queue._ready) >= 3 - expired.done())  # a busy machine decodes later
             cancelled.cancel()
             with pytest.raises(DeadlinePassed, match="dog.jpg: no answer within 0.05 s"):
                 await expired
-            assert engine.stats.waiting == 1  # they leave room for others at once
+            await until(lambda: engine.stats.waiting == 1)  # they leave room for others before the pass ends
             passes.release()
             await asyncio.gather(first, wanted)
             assert cancelled.cancelled()
