@@ -18,13 +18,6 @@ def assert_agree(outputs, eager):
         assert worst(outputs[name], eager[name]) <= ROUNDING
 
 
-@pytest.mark.parametrize("variant", variant_params(quick=("vit", "dinov3-vit", "timm-vit:augreg")))
-def test_export_with_a_dynamic_batch_agrees_with_eager(variant):
-    backbone = tiny_backbone(variant)
-    model = MemoryViT(backbone, [*graph_shapes(backbone)["readers"], *graph_shapes(backbone)["mixed"][2:]])
-    assert_exports(model)
-
-
 def assert_exports(model):
     batch = {"images": {0: torch.export.Dim("batch", min=1, max=64)}}
     exported = torch.export.export(model, (images(2),), dynamic_shapes=batch).module()
@@ -33,12 +26,19 @@ def assert_exports(model):
 
 
 @pytest.mark.parametrize("variant", variant_params(quick=("vit", "dinov3-vit")))
-def test_branches_export_and_compile_before_their_first_call(variant):
+def test_every_family_exports_and_compiles_as_one_graph_before_its_first_call(variant):
+    """With three branches, all regimes, and extension across trunks."""
     backbone = tiny_backbone(variant)
     assert_exports(MemoryViT(backbone, *crossing_graph(backbone)))
     torch._dynamo.reset()
     model = MemoryViT(backbone, *crossing_graph(backbone))
     assert_agree(torch.compile(model, fullgraph=True, backend="aot_eager")(images(3)), model(images(3)))
+
+
+@pytest.mark.parametrize("variant", ["vit", "dinov3-vit"])
+def test_readers_of_every_kind_export_with_a_dynamic_batch(variant):
+    backbone = tiny_backbone(variant)
+    assert_exports(MemoryViT(backbone, [*graph_shapes(backbone)["readers"], *graph_shapes(backbone)["mixed"][2:]]))
 
 
 @pytest.mark.parametrize("tasks", ["chain", "readers"])
@@ -58,15 +58,6 @@ def test_compile_takes_any_graph_and_any_batch(tasks):
     compiled = torch.compile(model, fullgraph=True)
     for batch in (2, 5, 1):
         assert_agree(compiled(images(batch)), model(images(batch)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", variant_params())
-def test_every_family_compiles_as_one_graph(variant):
-    torch._dynamo.reset()
-    backbone = tiny_backbone(variant)
-    model = MemoryViT(backbone, [*graph_shapes(backbone)["readers"], *graph_shapes(backbone)["mixed"][2:]])
-    assert_agree(torch.compile(model, fullgraph=True, backend="aot_eager")(images(3)), model(images(3)))
 
 
 def test_a_trace_leaves_nothing_behind_in_the_model():
