@@ -57,6 +57,7 @@ from vit_memory.training.grid import DEFAULT_GRID
 from vit_memory.training.options import TrainingOptions
 
 BLOCKS, STEPS, RANK = (2, 4, 6, 12), 100, 8
+READER = "rank 8 + gains"  # of benchmarks.readers, the one that branches are compared with
 
 
 def method_of(blocks: int) -> str:
@@ -178,11 +179,14 @@ def time_steps(backbone: Backbone, shared: Path) -> Iterator[dict[str, Any]]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], readers: Sequence[Mapping[str, Any]]) -> str:
-    """Test accuracy by pack, and differences on the mean over packs to LoRA and to the best reader."""
-    peers = ("5 cells", "rank 8 + gains", "LoRA")
-    every = [*(row for row in readers if row.get("method") in peers and "right" in row), *rows]
+    """Test accuracy by pack, and differences on the mean over packs to LoRA and to a reader."""
+    peers = {
+        name: [row for row in readers if row.get("method") == name and "right" in row]
+        for name in ("5 cells", READER, "LoRA")
+    }
+    every = [*peers["5 cells"], *peers[READER], *sorted(rows, key=lambda row: row["blocks"]), *peers["LoRA"]]
     lines = [
-        f"| method | passes (products) | parameters | {' | '.join(PACKS)} | mean | against LoRA | against 5 cells |",
+        f"| method | passes (products) | parameters | {' | '.join(PACKS)} | mean | against {READER} | against LoRA |",
         "|---|---|---|" + "---|" * (len(PACKS) + 3),
     ]
     for method in dict.fromkeys(row["method"] for row in every):
@@ -192,7 +196,7 @@ def table(rows: Sequence[Mapping[str, Any]], readers: Sequence[Mapping[str, Any]
         sizes = sorted({row["parameters"] for row in own})
         parameters = " to ".join(dict.fromkeys(f"{size / 1e3:.0f} k" for size in (sizes[0], sizes[-1])))
         cells = [percent(mean_accuracy(own, method, pack)) for pack in (*PACKS, None)]
-        differences = ["" if method == other else compare(every, method, other) for other in ("LoRA", "5 cells")]
+        differences = ["" if method == other else compare(every, method, other) for other in (READER, "LoRA")]
         lines.append(f"| {method} | {cost} | {parameters} | {' | '.join([*cells, *differences])} |")
     seeds = {(row["method"], row["seed"]) for row in every}
     counts = {method: sum(m == method for m, _ in seeds) for method in dict.fromkeys(row["method"] for row in every)}
