@@ -164,6 +164,9 @@ def test_a_checkpoint_without_pooler_is_loaded_without_one(tmp_path):
 def test_sources_that_are_none_get_a_remedy(tmp_path, monkeypatch):
     with pytest.raises(BackboneError, match=r"no config.json here. A backbone folder is what save_pretrained"):
         load_backbone(tmp_path)
+    (tmp_path / "bundle.json").write_text("{}")
+    with pytest.raises(BackboneError, match=r"a bundle of tasks, not a backbone. vit-memory certify checks a bundle"):
+        load_backbone(tmp_path)
     with pytest.raises(BackboneError, match=r"nobody/nothing: cannot be loaded. It is no folder here"):
         load_backbone("nobody/nothing")
     monkeypatch.setattr(bundled, "WEIGHTS", "elsewhere.safetensors")

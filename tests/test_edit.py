@@ -278,7 +278,7 @@ def test_a_child_elsewhere_finds_a_renamed_parent_again_by_its_content(chain, tm
     child = tmp_path / "middle.safetensors"
     child.write_bytes((chain / "middle.safetensors").read_bytes())
     assert run("task", "rename", chain / "top.safetensors", "new", "--children").exit_code == 0
-    with pytest.raises(GraphError, match="If it was renamed since: vit-memory task repin"):
+    with pytest.raises(GraphError, match="If the parent was renamed since: vit-memory task repin"):
         collect([child, chain / "new.safetensors"])
     result = run("task", "repin", child, chain / "new.safetensors")
     assert "parent 'top' is now called 'new'" in result.stdout

@@ -90,8 +90,8 @@ def test_told_nothing_it_tries_every_method_keeps_the_best_and_shows_what_each_p
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--rank", "0"), "'0': expected whole numbers or none"),
-        (("--rank", "8,x"), "'8,x': expected whole numbers or none"),
+        (("--rank", "0"), "'0': expected whole numbers above 0, or none"),
+        (("--rank", "8,x"), "'8,x': expected whole numbers above 0, or none"),
         (
             ("--projections", "q+out"),
             "low-rank updates of 'out'; expected one or more of q, k, v, o, fc1, fc2, each once",

@@ -52,7 +52,7 @@ class BranchOptions:
         ),
     ] = None
     branch_rank: Annotated[
-        str | None, typer.Option(help=_RANK_HELP, callback=list_of(read_rank, "whole numbers or none"))
+        str | None, typer.Option(help=_RANK_HELP, callback=list_of(read_rank, "whole numbers above 0, or none"))
     ] = None
     branch_gains: Annotated[
         bool | None, typer.Option("--branch-gains/--no-branch-gains", help=_GAINS_HELP, show_default=False)
@@ -83,9 +83,9 @@ class BranchSizes:
     """The branches that `vit-memory branch train` tries."""
 
     blocks: Annotated[str, typer.Option(help=f"A branch {_BLOCKS_HELP}", callback=list_of(int, "whole numbers"))] = "4"
-    rank: Annotated[str | None, typer.Option(help=_RANK_HELP, callback=list_of(read_rank, "whole numbers or none"))] = (
-        None
-    )
+    rank: Annotated[
+        str | None, typer.Option(help=_RANK_HELP, callback=list_of(read_rank, "whole numbers above 0, or none"))
+    ] = None
     gains: Annotated[bool | None, typer.Option("--gains/--no-gains", help=_GAINS_HELP, show_default=False)] = None
     projections: Annotated[str | None, typer.Option(help=_PROJECTIONS_HELP)] = None
 

@@ -159,7 +159,7 @@ class GridOptions:
         str | None,
         typer.Option(
             help="Rank of a reader's low-rank updates, or several: 4,8; none for no updates.  [default: 8]",
-            callback=list_of(read_rank, "whole numbers or none"),
+            callback=list_of(read_rank, "whole numbers above 0, or none"),
         ),
     ] = None
     gains: Annotated[

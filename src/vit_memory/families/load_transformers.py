@@ -13,6 +13,8 @@ def load(source: str) -> nn.Module:
     import transformers
 
     folder = Path(source)
+    if (folder / "bundle.json").exists():
+        raise BackboneError(f"{source}: a bundle of tasks, not a backbone. vit-memory certify checks a bundle.")
     if folder.exists() and not (folder / "config.json").exists():
         raise BackboneError(f"{source}: no config.json here. A backbone folder is what save_pretrained() writes.")
     try:

@@ -77,7 +77,7 @@ def add_files(
             raise FileError(
                 f"{path}: is in the bundle already. Rename it there: vit-memory bundle rename {bundle.folder} {old} NEW"
             )
-    hint = f" Add both: vit-memory bundle add {bundle.folder} PARENT TASK"
+    hint = " Give the file of the parent too."
     collected = collect(paths, [bundle], rename=rename, option="--rename", hint=hint)
     held = {entry.name for entry in bundle.branch_entries}
     return bundle.add(
@@ -203,7 +203,7 @@ class _TaskFiles:
         candidates = matching or named  # the graph refuses a parent of other content, and names the remedy
         if not candidates:
             if pin is not None:
-                hint += f" If it was renamed since: vit-memory task repin {child.path} PARENT"
+                hint += f" If the parent was renamed since: vit-memory task repin {child.path} PARENT"
             raise GraphError(
                 f"{child.path}: task {child.task.name!r} extends {name!r}, which is neither given nor beside it as "
                 f"{name}.safetensors.{hint}"
