@@ -41,11 +41,10 @@ def test_readers_of_every_kind_export_with_a_dynamic_batch(variant):
     assert_exports(MemoryViT(backbone, [*graph_shapes(backbone)["readers"], *graph_shapes(backbone)["mixed"][2:]]))
 
 
-@pytest.mark.parametrize("tasks", ["chain", "readers"])
-def test_compile_as_one_graph_agrees_with_eager(tasks):
+def test_compile_as_one_graph_agrees_with_eager():
     torch._dynamo.reset()
     backbone = tiny_backbone()
-    model = MemoryViT(backbone, graph_shapes(backbone)[tasks])
+    model = MemoryViT(backbone, graph_shapes(backbone)["chain"])
     assert_agree(torch.compile(model, fullgraph=True)(images()), model(images()))
 
 
