@@ -11,7 +11,7 @@ import typer
 from vit_memory.cli.options import spread_options
 from vit_memory.cli.progress import TrainingProgress, duration, show_log, stopping, typed_command
 from vit_memory.cli.terminal import print_table
-from vit_memory.cli.train_options import MachineOptions, list_of
+from vit_memory.cli.train_options import CacheOptions, MachineOptions, list_of
 
 if TYPE_CHECKING:
     from vit_memory.backbone import Backbone
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vit_memory.evaluation.reproduce.experiment import Experiment, Plan
     from vit_memory.evaluation.reproduce.runner import Runner, Sources
     from vit_memory.evaluation.reproduce.scale import Scale
+    from vit_memory.training.options import TrainingOptions
 
 ExperimentName = Literal[
     "table2", "concatenation", "extension", "ablations", "continual", "fewshot", "architectures", "all", "report"
@@ -109,41 +110,44 @@ def reproduce(
         typer.Argument(metavar="EXPERIMENT", help=", ".join(get_args(ExperimentName)) + ".", show_default=False),
     ],
     options: ReproduceOptions,
+    cache: CacheOptions,
     machine: MachineOptions,
 ) -> None:
     """Run an experiment of the paper, and write records and a report.
 
     Every training writes one JSON record; the same command goes on after an interruption, and trains only what has no
-    record. Records of other settings are never mixed. `report` writes the report from the records that are there.
+    record. Records of other settings are never mixed. With --cache disk, trainings on the same images share what the
+    backbone computed once. `report` writes the report from the records that are there.
     """
     from vit_memory.evaluation.reproduce.experiments import EXPERIMENTS
+    from vit_memory.training.ranks import Ranks
 
     show_log()
     if experiment != "report":
         chosen = list(EXPERIMENTS.values()) if experiment == "all" else [EXPERIMENTS[experiment]]
-        _run(chosen, options, machine)
+        _run(chosen, options, machine.build(cache.build(), Ranks(), resume=False))
         if options.dry_run:
             return
     _write_report(options)
 
 
-def _run(experiments: "Sequence[Experiment]", options: ReproduceOptions, machine: MachineOptions) -> None:
+def _run(experiments: "Sequence[Experiment]", options: ReproduceOptions, training: "TrainingOptions") -> None:
     from vit_memory.errors import TrainingStopped
     from vit_memory.evaluation.reproduce.runner import Sources
     from vit_memory.parallel import limit_threads
 
-    limit_threads(machine.threads)
+    limit_threads(training.threads)
     scale, sources = options.build_scale(), Sources(options.data)
     for name in (options.backbones or scale.backbone).split(","):
         backbone = _load(name, options)
         plans = [(experiment, _plan(experiment, scale, sources, backbone.depth, options)) for experiment in experiments]
         if options.dry_run:
             for experiment, plan in plans:
-                _print_cost(experiment, plan, backbone, sources, options, machine.image_size)
+                _print_cost(experiment, plan, backbone, sources, options, training.image_size)
             continue
         with stopping() as should_stop, closing(TrainingProgress()) as progress:
             for experiment, plan in plans:
-                runner = _runner(backbone, plan, sources, options, machine, should_stop, progress)
+                runner = _runner(backbone, plan, sources, options, training, should_stop, progress)
                 try:
                     _run_one(experiment, runner, plan, options)
                 except TrainingStopped as stopped:
@@ -200,17 +204,14 @@ def _runner(
     plan: "Plan",
     sources: "Sources",
     options: ReproduceOptions,
-    machine: MachineOptions,
+    training: "TrainingOptions",
     should_stop: Callable[[], bool],
     progress: TrainingProgress,
 ) -> "Runner":
     from vit_memory.evaluation.environment import command_line
     from vit_memory.evaluation.reproduce.records import RecordFolder
     from vit_memory.evaluation.reproduce.runner import Runner
-    from vit_memory.training.cache import Cache
-    from vit_memory.training.ranks import Ranks
 
-    training = machine.build(Cache(), Ranks(), resume=False)
     return Runner(
         backbone,
         plan.scale,
