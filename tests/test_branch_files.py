@@ -113,9 +113,9 @@ def test_a_damaged_or_forged_branch_file_is_refused_and_stays(tmp_path, branch):
     refused(r"unknown tensors: \['memory'\]", {"memory": torch.zeros(2)})
     refused(r"the description of the adapter is", without=("gains",))
     refused(r"this version reads up to vit-memory-branch/2", metadata={"format": "vit-memory-branch/3"})
-    refused(r"format 'vit-memory-task/1', expected vit-memory-branch/2", metadata={"format": "vit-memory-task/1"})
+    refused(r"format 'peft/1', expected vit-memory-branch/2", metadata={"format": "peft/1"})
     save_task(trained(tiny_backbone(), "plain"), path)
-    with pytest.raises(FileError, match=r"expected vit-memory-branch/2"):
+    with pytest.raises(FileError, match=r"a task file .*, expected a branch file"):
         load_branch(path)
     broken = replace(branch, adapter=branch.adapter.map(lambda x: x * torch.inf))
     with pytest.raises(Exception, match=r"branch 'birds': blocks.1.q.lora_A.weight holds NaN .* Not saved"):

@@ -18,9 +18,14 @@ from vit_memory.task import TaskRecord
 _LARGEST_SIDE, _MOST_CHANNELS = 16384, 16  # of images; more is no preprocessing
 
 
+_FILES = {"vit-memory-task": "a task file", "vit-memory-branch": "a branch file", "vit-memory-bundle": "a bundle"}
+
+
 def check_format(path: Path, text: str, name: str, version: int) -> None:
     """Raise DamagedFile unless `text` is `name/<number>`, and NewerFormat if the number is above `version`."""
     stem, _, number = text.partition("/")
+    if stem != name and stem in _FILES:
+        raise DamagedFile(f"{path}: {_FILES[stem]} (format {text!r}), expected {_FILES[name]} ({name}/{version}).")
     if stem != name or not number.isdecimal() or len(number) > 9:
         raise DamagedFile(f"{path}: format {text!r}, expected {name}/{version}.")
     if int(number) > version:
