@@ -30,7 +30,7 @@ from vit_memory.evaluation.models import open_model, preprocessing_of
 
 
 @settings(max_examples=40, deadline=None)
-@given(n=st.integers(1, 60), classes=st.integers(2, 9), seed=st.integers(0, 1000))
+@given(n=st.integers(1, 60), classes=st.integers(2, 12), seed=st.integers(0, 1000))
 def test_scores_are_those_of_scikit_learn(n, classes, seed):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(n, classes, generator=generator)
@@ -39,7 +39,9 @@ def test_scores_are_those_of_scikit_learn(n, classes, seed):
     numbers = list(range(classes))
     assert scores.confusion.tolist() == confusion_matrix(truth, logits.argmax(1), labels=numbers).tolist()
     assert scores.accuracy == pytest.approx((logits.argmax(1) == truth).double().mean())
-    if classes > 5:
+    if classes < 10:
+        assert scores.top5_accuracy is None  # half of the labels are among five by chance
+    else:
         assert scores.top5_accuracy == pytest.approx(top_k_accuracy_score(truth, logits, k=5, labels=numbers))
     precision, recall, *_ = precision_recall_fscore_support(
         truth, logits.argmax(1), labels=numbers, zero_division=np.nan

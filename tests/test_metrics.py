@@ -100,29 +100,31 @@ def test_a_task_that_answers_nan_is_named_and_scores_nothing(caplog):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_an_image_without_an_answer_is_wrong_and_counts_as_a_prediction_of_no_class(value):
-    rng = np.random.default_rng(0)
-    logits, truth = torch.from_numpy(rng.normal(size=(30, 7))), torch.from_numpy(np.arange(30) % 7)
+    labels, rng = "abcdefghij", np.random.default_rng(0)
+    logits, truth = torch.from_numpy(rng.normal(size=(30, 10))), torch.from_numpy(np.arange(30) % 10)
     logits[::4, 3] = value
     broken = torch.arange(30) % 4 == 0
-    found = score_single_label(logits, truth, "abcdefg")
+    found = score_single_label(logits, truth, labels)
     answered = logits[~broken].argmax(1)
-    assert torch.equal(found.confusion, torch.from_numpy(sklearn.confusion_matrix(truth[~broken], answered)))
-    assert found.no_answer.tolist() == [int((truth[broken] == c).sum()) for c in range(7)]
+    assert torch.equal(
+        found.confusion, torch.from_numpy(sklearn.confusion_matrix(truth[~broken], answered, labels=range(10)))
+    )
+    assert found.no_answer.tolist() == [int((truth[broken] == c).sum()) for c in range(10)]
     # A class of its own that no image shows: that is how scikit-learn knows a wrong answer that is none of the others.
-    predicted = logits.argmax(1).where(~broken, 7)
-    recalls = sklearn.recall_score(truth, predicted, labels=range(7), average=None, zero_division=0)
-    precisions = sklearn.precision_score(truth, predicted, labels=range(7), average=None, zero_division=0)
+    predicted = logits.argmax(1).where(~broken, 10)
+    recalls = sklearn.recall_score(truth, predicted, labels=range(10), average=None, zero_division=0)
+    precisions = sklearn.precision_score(truth, predicted, labels=range(10), average=None, zero_division=0)
     rows = found.per_class()
-    assert [rows[c]["images"] for c in "abcdefg"] == [int((truth == c).sum()) for c in range(7)]
-    assert [rows[c]["recall"] for c in "abcdefg"] == pytest.approx(recalls)
-    assert [rows[c]["precision"] or 0.0 for c in "abcdefg"] == pytest.approx(precisions)
+    assert [rows[c]["images"] for c in labels] == [int((truth == c).sum()) for c in range(10)]
+    assert [rows[c]["recall"] for c in labels] == pytest.approx(recalls)
+    assert [rows[c]["precision"] or 0.0 for c in labels] == pytest.approx(precisions)
     assert found.balanced_accuracy == pytest.approx(recalls.mean())
-    assert found.macro_f1 == pytest.approx(sklearn.f1_score(truth, predicted, labels=range(7), average="macro"))
+    assert found.macro_f1 == pytest.approx(sklearn.f1_score(truth, predicted, labels=range(10), average="macro"))
     in_top5 = (logits[~broken].topk(5).indices == truth[~broken][:, None]).any(1)
     assert found.top5_accuracy == pytest.approx(int(in_top5.sum()) / 30)
     assert found.as_json()["no_answer"] == int(broken.sum())
     assert "no answer (NaN)        8 images, counted as wrong" in page("broken", found)
-    assert "no answer" not in page("whole", score_single_label(logits[~broken], truth[~broken], "abcdefg"))
+    assert "no answer" not in page("whole", score_single_label(logits[~broken], truth[~broken], labels))
 
 
 def test_a_label_without_an_answer_is_never_right():

@@ -21,7 +21,7 @@ class SingleLabelScores:
     images: int
     accuracy: float
     interval: Interval  # of the accuracy
-    top5_accuracy: float | None  # None for five labels or fewer
+    top5_accuracy: float | None  # None for fewer than ten labels: half of them would be right by chance
     confusion: Tensor  # (C, C) int64, the confusion matrix: rows are true classes, columns predicted ones
     no_answer: Tensor  # (C,) int64, images of each true class with NaN or infinity in the output; not in `confusion`
     calibration_error: float  # mean distance between confidence and accuracy, over bins of confidence
@@ -112,7 +112,7 @@ def score_single_label(logits: Tensor, targets: Tensor, labels: Sequence[str]) -
         images=n,
         accuracy=accuracy,
         interval=wilson_interval(accuracy, n),
-        top5_accuracy=float(top5) if C > 5 else None,
+        top5_accuracy=float(top5) if C >= 10 else None,
         confusion=torch.bincount((targets * C + predicted)[answered], minlength=C * C).view(C, C),
         no_answer=torch.bincount(targets[~answered], minlength=C),
         calibration_error=float(gaps.abs().sum() / n),
