@@ -179,7 +179,7 @@ def train_lora(backbone: Backbone, dataset: Dataset, rates: Sequence[float], see
         lora.train_lora(backbone, train, validation, len(dataset.labels), recipe, preprocessing, rate) for rate in rates
     ]
     best = max(results, key=lambda result: result.score)
-    right = lora.correct(best.model, dataset.splits["test"], preprocessing).numpy()
+    right = lora.correct(best.model, dataset.splits["test"], preprocessing, backbone).numpy()
     return {
         "method": LORA,
         "rate": best.rate,

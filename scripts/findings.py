@@ -12,11 +12,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vit_memory.atomic import write_atomic
 from vit_memory.errors import VitMemoryError
-from vit_memory.evaluation.reproduce.records import RecordFolder
+from vit_memory.evaluation.reproduce.records import Record, RecordFolder
+from vit_memory.evaluation.statistics import difference
 from vit_memory.report.experiments import evidence_of
+from vit_memory.report.experiments.accuracy import main_comparison
 from vit_memory.report.experiments.evidence import Comparison, percent, points
+from vit_memory.report.experiments.summary import forgotten
+from vit_memory.report.experiments.together import extended_and_alone
 
 RESULTS = Path(__file__).parents[1] / "results"
 EXPRESSION = re.compile(r"\{\{(.+?)\}\}", re.DOTALL)
@@ -29,15 +35,27 @@ class Findings:
     def __init__(self, results: Path) -> None:
         self.results = results
         self.evidence = evidence_of(list(RecordFolder(results / "reproduce").all()))[0]
-        self.main = self.evidence.trainings()
+        self.main = main_comparison(self.evidence)
 
     def functions(self) -> Mapping[str, Callable[..., str]]:
         """By the name that the template calls them."""
-        return {name: getattr(self, name) for name in ("accuracy", "gap", "verdict", "number", "seeds", "setting")}
+        names = (
+            "accuracy",
+            "gap",
+            "verdict",
+            "number",
+            "seeds",
+            "steps",
+            "setting",
+            "together",
+            "forgotten",
+            "extended",
+        )
+        return {name: getattr(self, name) for name in names}
 
     def accuracy(self, method: str, dataset: str | None = None, *, per_class: int | None = None) -> str:
         """Mean test accuracy over the datasets, or on one, with its interval."""
-        comparison = self.evidence.trainings(per_class)
+        comparison = self.main if per_class is None else self.evidence.trainings(per_class)
         return _known(percent(comparison.accuracy(method, None if dataset is None else [dataset])), method)
 
     def gap(self, method: str, other: str, dataset: str | None = None) -> str:
@@ -58,7 +76,7 @@ class Findings:
         """How many trainings, datasets or test images there are; small numbers in words."""
         images = {r.identity["dataset"]: r.result["test_images"] for r in self.main.records}
         counts = {
-            "trainings": len(self.evidence.of_kind("training")),
+            "trainings": len(self.main.records),
             "datasets": len(self.main.datasets()),
             "test images": sum(images.values()),
         }
@@ -67,7 +85,39 @@ class Findings:
 
     def seeds(self, method: str) -> str:
         """How many seeds a method was trained with, the fewest of any dataset."""
-        return _NUMBERS[min(len(self.main.of(method, dataset)) for dataset in self.main.datasets())]
+        return _NUMBERS[self.main.seeds(method)]
+
+    def steps(self, method: str) -> str:
+        """Optimiser steps of a method's trainings."""
+        return self.main.steps(method)
+
+    def together(self, method: str, what: str) -> str:
+        """Of tasks that were trained apart and put together.
+
+        `alone` and `together` are mean accuracies, `difference` is the largest of a logit, `changed` counts answers.
+        """
+        rows = [row for record in self._measured("concatenation", method) for row in record.result["datasets"].values()]
+        if what in ("alone", "together"):
+            return f"{100 * float(np.mean([row[what] for row in rows])):.1f}"
+        if what == "difference":
+            return f"{max(row['largest_difference'] for row in rows):.1e}"
+        changed = {"changed": "other_answers", "images": "test_images"}[what]
+        return str(sum(row[changed] for row in rows))
+
+    def forgotten(self, method: str) -> str:
+        """Accuracy after the last task arrived minus that at arrival, mean over earlier tasks and seeds, in points."""
+        return f"{forgotten(self._measured('continual', method), method):+.1f}"
+
+    def extended(self, dataset: str, method: str, *parents: str) -> str:
+        """What a task gains from its parents, on the same images and seeds."""
+        found = difference(extended_and_alone(self.evidence, dataset, method, parents), "extended", "alone")
+        return _known("–" if found is None else points(found.interval), f"{method} on {dataset} with {parents}")
+
+    def _measured(self, kind: str, method: str) -> list[Record]:
+        records = [record for record in self.evidence.together(kind) if record.identity["method"] == method]
+        if not records:
+            raise VitMemoryError(f"{kind} of {method}: not in the records.")
+        return records
 
     def setting(self, name: str) -> str:
         """The size of the images, or how many training images a class has."""
@@ -78,9 +128,7 @@ class Findings:
         return pixels
 
     def _only(self, dataset: str | None) -> Comparison:
-        if dataset is None:
-            return self.main
-        return Comparison(tuple(r for r in self.main.records if r.identity["dataset"] == dataset))
+        return self.main if dataset is None else self.main.on([dataset])
 
 
 def _known(text: str, what: str) -> str:

@@ -41,8 +41,12 @@ def why_not(runner: Runner, training: Training, row: Mapping[str, Any]) -> str |
     }
     different = [f"{name} {row[name]} instead of {value}" for name, value in expected.items() if row[name] != value]
     rates = sorted(float(rate) for rate in row["searched"])
-    if training.seed == SMALL.seeds[0] and rates != sorted(recipe.rates):
+    chooser = runner.rate_chooser(training)
+    if training == chooser and rates != sorted(recipe.rates):
         different.append(f"rates {rates}")
+    chosen = None if training == chooser else runner.find(chooser)
+    if training != chooser and (chosen is None or chosen.result["rate"] != row["rate"]):
+        different.append(f"rate {row['rate']}, which the first seed did not choose")
     return ", ".join(different) or None
 
 

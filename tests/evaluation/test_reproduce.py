@@ -9,13 +9,14 @@ import torch
 from typer.testing import CliRunner
 
 from builders import images, library_model, tiny_backbone, trained
-from data.test_sources import pictures, write_folder
+from data.test_sources import as_png, pictures, write_folder
 from vit_memory import MemoryViT, load_backbone, new_task
 from vit_memory.cli import app
 from vit_memory.errors import DamagedFile, FileError
+from vit_memory.evaluation.reproduce import runner as runner_module
 from vit_memory.evaluation.reproduce.concatenation import _unmasked_answers
 from vit_memory.evaluation.reproduce.lora import LoraModel
-from vit_memory.evaluation.reproduce.methods import BOTH, HEAD, LORA, cells
+from vit_memory.evaluation.reproduce.methods import BOTH, FULL, HEAD, LORA, SHORT, UNMASKED, cells, variant
 from vit_memory.evaluation.reproduce.records import RecordFolder
 from vit_memory.evaluation.reproduce.runner import Runner, Sources, Training
 from vit_memory.evaluation.reproduce.scale import SMALL
@@ -23,7 +24,10 @@ from vit_memory.evaluation.reproduce.variants import VariantSweep
 from vit_memory.graph import TaskGraph
 from vit_memory.preprocessing import Preprocessing
 from vit_memory.standalone import StandaloneModel
+from vit_memory.training.cache import Cache
+from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
+from vit_memory.training.stores import list_stores
 from vit_memory.training.sweep import Setting
 from vit_memory.training.trunk_sweep import TrunkSweep
 from vit_memory.trunk import run_originals
@@ -56,12 +60,65 @@ def test_a_training_with_a_record_is_not_trained_again(runner, monkeypatch):
 
 
 def test_methods_that_share_a_pass_are_trained_at_once_and_later_seeds_use_the_rate_of_the_first(runner):
-    wanted = [Training("first", method, seed, 3) for seed in (0, 1) for method in (HEAD, cells(5))]
+    wanted = [Training("first", method, seed, 3) for seed in (0, 1) for method in (HEAD, cells(5), BOTH)]
     records = {(r.identity["method"], r.identity["seed"]): r for r in runner.train(wanted)}
-    assert records["head", 0].result["trained_at_once"] == 6
-    assert set(records["5 cells", 0].result["searched"]) == {"0.001", "0.003", "0.01"}
-    chosen = records["5 cells", 0].result["rate"]
-    assert records["5 cells", 1].settings["recipe"]["learning_rates"] == [chosen]
+    assert {records[name, 0].result["trained_at_once"] for name in ("head", "5 cells", BOTH.name)} == {9}
+    assert set(records["5 cells", 0].result["searched"]) == {"0.003", "0.01", "0.03"}
+    assert set(records[BOTH.name, 0].result["searched"]) == {"0.001", "0.003", "0.01"}
+    for method in ("5 cells", BOTH.name):
+        chosen = records[method, 0].result["rate"]
+        later = records[method, 1]
+        assert later.settings["recipe"]["learning_rates"] == [chosen]
+        assert later.result["trained_at_once"] == 3
+
+
+def test_a_store_on_disk_serves_the_methods_that_have_a_trunk_and_spares_the_others(runner, tmp_path):
+    stores = TrainingOptions(cache=Cache("disk", folder=tmp_path / "stores"))
+    methods = (HEAD, SHORT, BOTH, variant("after the norm"), UNMASKED, FULL)
+    records = replace(runner, options=stores).train([Training("first", method, 0, 3) for method in methods])
+    assert [record.identity["method"] for record in records] == [method.name for method in methods]
+    assert {record.made["cache"]["mode"] for record in records} == {"disk"}
+    assert len(list_stores(tmp_path / "stores")) == 2  # training and validation images, once for all
+
+
+def test_what_another_process_recorded_meanwhile_stays(runner, monkeypatch):
+    training = Training("first", cells(5), 0, 3)
+    other = replace(runner)
+    train = runner_module.train_methods
+
+    def slow(*arguments):
+        outcomes = train(*arguments)
+        monkeypatch.setattr(runner_module, "train_methods", train)
+        other.train([training])
+        return outcomes
+
+    monkeypatch.setattr(runner_module, "train_methods", slow)
+    path = runner.records.path(training.identity("tiny"))
+    (record,) = runner.train([training])
+    assert record.result["trained_at_once"] == 3
+    written = path.stat().st_mtime_ns
+    assert (runner.records.folder / "weights" / f"{path.stem}.safetensors").stat().st_mtime_ns < written
+
+
+def test_test_images_are_the_same_for_every_seed_and_unknown_to_all_trainings(runner):
+    first, second = (runner.images(Training("first", HEAD, seed, 3)) for seed in (0, 1))
+    assert first.test.digests == second.test.digests
+    for drawn in (first, second):
+        assert not {*drawn.train.digests, *drawn.validation.digests} & set(first.test.digests)
+
+
+def test_a_coarse_task_has_the_images_of_the_fine_one(runner):
+    lines = ["file,label,coarse_label,split"]
+    for i, (_, pixels) in enumerate(pictures(14, seed=3)):
+        (runner.sources.folder / f"{i}.png").write_bytes(as_png(pixels))
+        lines.append(f"{i}.png,{'abcd'[i % 4]},{'xy'[i % 4 // 2]},{'test' if i % 5 == 0 else 'train'}")
+    (runner.sources.folder / "table.csv").write_text("\n".join(lines))
+    fine, coarse = (runner.images(Training("table.csv", HEAD, 1, 3, label)) for label in ("label", "coarse_label"))
+    assert (fine.labels, coarse.labels) == (("a", "b", "c", "d"), ("x", "y"))
+    assert len(fine.train) == 12
+    for name, split in fine.splits.items():
+        assert coarse.splits[name].digests == split.digests
+        assert coarse.splits[name].targets.tolist() == (split.targets // 2).tolist()
 
 
 def test_records_of_other_settings_are_refused_by_name(runner):
@@ -221,7 +278,7 @@ def test_all_experiments_run_twice_and_report_what_they_found(data, backbone_fol
 
     check_report(out, "What was found", "Tasks trained apart, put together", "Few images", "One image, one pass")
 
-    together = json.loads(next((out / "concatenation").glob("*5-cells-2-tasks-seed-0.json")).read_text())["result"]
+    together = json.loads(next((out / "concatenation").glob("*5-cells-first-second-seed-0.json")).read_text())["result"]
     assert together["original_identical"]
     for row in together["datasets"].values():
         assert row["alone_right"] == row["together_right"]

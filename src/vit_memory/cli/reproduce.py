@@ -120,26 +120,29 @@ def reproduce(
     backbone computed once. `report` writes the report from the records that are there.
     """
     from vit_memory.evaluation.reproduce.experiments import EXPERIMENTS
-    from vit_memory.training.ranks import Ranks
 
     show_log()
     if experiment != "report":
         chosen = list(EXPERIMENTS.values()) if experiment == "all" else [EXPERIMENTS[experiment]]
-        _run(chosen, options, machine.build(cache.build(), Ranks(), resume=False))
+        _run(chosen, options, cache, machine)
         if options.dry_run:
             return
     _write_report(options)
 
 
-def _run(experiments: "Sequence[Experiment]", options: ReproduceOptions, training: "TrainingOptions") -> None:
+def _run(
+    experiments: "Sequence[Experiment]", options: ReproduceOptions, cache: CacheOptions, machine: MachineOptions
+) -> None:
     from vit_memory.errors import TrainingStopped
     from vit_memory.evaluation.reproduce.runner import Sources
     from vit_memory.parallel import limit_threads
+    from vit_memory.training.ranks import Ranks
 
+    training = machine.build(cache.build(), Ranks(), resume=False)
     limit_threads(training.threads)
     scale, sources = options.build_scale(), Sources(options.data)
     for name in (options.backbones or scale.backbone).split(","):
-        backbone = _load(name, options)
+        backbone = _load(name, options, machine)
         plans = [(experiment, _plan(experiment, scale, sources, backbone.depth, options)) for experiment in experiments]
         if options.dry_run:
             for experiment, plan in plans:
@@ -225,17 +228,19 @@ def _runner(
     )
 
 
-def _load(name: str, options: ReproduceOptions) -> "Backbone":
+def _load(name: str, options: ReproduceOptions, machine: MachineOptions) -> "Backbone":
     """The backbone; for a dry run, random weights of its shape where that is known: they cost the same."""
     from vit_memory.backbone import load_backbone
+    from vit_memory.cli.train import backbone_dtype
     from vit_memory.families.vit import random_model
     from vit_memory.preprocessing import Preprocessing
 
     model = random_model(name) if options.dry_run else None
+    device, dtype = machine.device, backbone_dtype(machine.precision, machine.device)
     if model is None:
-        return load_backbone(name, name=options.title)
+        return load_backbone(name, name=options.title, device=device, dtype=dtype)
     facts = Preprocessing(224, (224, 224), (0.5,) * 3, (0.5,) * 3, "bilinear")
-    return load_backbone(model, name=options.title or name, preprocessing=facts)
+    return load_backbone(model, name=options.title or name, preprocessing=facts, device=device, dtype=dtype)
 
 
 def _print_cost(

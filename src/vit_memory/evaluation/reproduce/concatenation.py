@@ -11,7 +11,7 @@ equal; the naive way collapses as tasks are added (a second-hand account of the 
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from vit_memory.backbone import Backbone
-from vit_memory.data.loading import Loader
 from vit_memory.data.splits import Split
-from vit_memory.data.transforms import EvalTransform
 from vit_memory.evaluation.reproduce.experiment import Experiment, Plan
 from vit_memory.evaluation.reproduce.methods import BOTH, UNMASKED, Method, cells
 from vit_memory.evaluation.reproduce.runner import Runner, Training
@@ -45,26 +43,29 @@ def measure(runner: Runner, plan: Plan) -> None:
     for seed in plan.scale.seeds:
         for method in (*METHODS, UNMASKED):
             chosen = [Training(dataset, method, seed, plan.scale.per_class) for dataset in plan.datasets]
-            identity = {
-                "kind": "concatenation",
-                "backbone": runner.backbone_name,
-                "method": method.name,
-                "tasks": len(chosen),
-                "seed": seed,
-            }
             records = runner.train(chosen)
             settings = {"trainings": [[record.identity, record.settings] for record in records]}
-            if runner.records.find(identity, settings) is not None:
-                continue
-            start = time.perf_counter()
-            tasks = [runner.load(one)[0] for one in chosen]
-            splits = [runner.images(one).test for one in chosen]
             put_together = _naive if method is UNMASKED else _masked
-            result = put_together(runner, plan.datasets, tasks, splits)
-            runner.record(identity, settings, result, time.perf_counter() - start)
-            if method is BOTH and seed == plan.scale.seeds[0]:
-                kept = {**identity, "kind": "examples"}
-                runner.record(kept, settings, _examples(runner, plan.datasets, tasks, splits), 0.0)
+            _measure_once(runner, "concatenation", chosen, settings, put_together)
+            if method is BOTH and seed == plan.scale.seeds[0] and set(plan.datasets) & set(runner.pictures):
+                _measure_once(runner, "examples", chosen, {**settings, "pictures": runner.pictures}, _examples)
+
+
+Measurement = Callable[[Runner, Sequence[str], Sequence[Task], Sequence[Split]], dict[str, Any]]
+
+
+def _measure_once(
+    runner: Runner, kind: str, chosen: Sequence[Training], settings: dict[str, Any], measure: Measurement
+) -> None:
+    """Write a record of a measurement on the tasks, unless there is one."""
+    identity = runner.identity_of_all(kind, chosen)
+    if runner.records.find(identity, settings) is not None:
+        return
+    start = time.perf_counter()
+    tasks = [runner.load(one)[0] for one in chosen]
+    splits = [runner.images(one).test for one in chosen]
+    result = measure(runner, [one.dataset for one in chosen], tasks, splits)
+    runner.record(identity, settings, result, time.perf_counter() - start)
 
 
 def _masked(runner: Runner, datasets: Sequence[str], tasks: Sequence[Task], splits: Sequence[Split]) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def _masked(runner: Runner, datasets: Sequence[str], tasks: Sequence[Task], spli
         alone = MemoryViT(backbone, [task])
         right: dict[str, list[Tensor]] = {"alone": [], "together": []}
         worst, other_answers = 0.0, 0
-        for images, targets in _batches(runner, split):
+        for images, targets in runner.batches(split, _BATCH):
             outputs, own = together(images), alone(images)[task.name]
             with torch.no_grad():
                 library = backbone.family.library_forward(backbone.model, images)
@@ -87,7 +88,7 @@ def _masked(runner: Runner, datasets: Sequence[str], tasks: Sequence[Task], spli
             other_answers += int((answers.argmax(1) != own.argmax(1)).sum())
             right["alone"].append(own.argmax(1) == targets)
             right["together"].append(answers.argmax(1) == targets)
-        bits = {name: torch.cat(parts).numpy() for name, parts in right.items()}
+        bits = {name: torch.cat(parts).cpu().numpy() for name, parts in right.items()}
         rows[dataset] = {
             **{name: float(values.mean()) for name, values in bits.items()},
             **{f"{name}_right": pack_bits(values) for name, values in bits.items()},
@@ -95,7 +96,7 @@ def _masked(runner: Runner, datasets: Sequence[str], tasks: Sequence[Task], spli
             "largest_difference": worst,
             "other_answers": other_answers,
         }
-    images = next(_batches(runner, splits[0]))[0]
+    images = next(runner.batches(splits[0], _BATCH))[0]
     return {"datasets": rows, "original_identical": identical, "cost": _cost(together, images)}
 
 
@@ -106,11 +107,11 @@ def _naive(runner: Runner, datasets: Sequence[str], tasks: Sequence[Task], split
         # The task itself comes first; the others are added in their order.
         order = [tasks[i], *(task for task in tasks if task is not tasks[i])]
         right: list[list[Tensor]] = [[] for _ in order]
-        for images, targets in _batches(runner, split):
+        for images, targets in runner.batches(split, _BATCH):
             for count in range(1, len(order) + 1):
                 answers = _unmasked_answers(runner.backbone, order[:count], images)
                 right[count - 1].append(answers.argmax(1) == targets)
-        bits = [torch.cat(parts).numpy() for parts in right]
+        bits = [torch.cat(parts).cpu().numpy() for parts in right]
         rows[dataset]["by_tasks"] = [float(values.mean()) for values in bits]
         rows[dataset]["alone"], rows[dataset]["together"] = float(bits[0].mean()), float(bits[-1].mean())
         rows[dataset]["together_right"] = pack_bits(np.asarray(bits[-1]))
@@ -137,7 +138,7 @@ def _examples(
             continue
         shown = Pictures.of(model, split, task, _EXAMPLES)
         for place in shown.choose(range(len(split))):
-            (images, _), *_ = _batches(runner, split.select([place]))
+            (images, _), *_ = runner.batches(split.select([place]), 1)
             outputs = model(images)
             answers = []
             for name, own in zip(datasets, tasks, strict=True):
@@ -153,12 +154,6 @@ def _examples(
                 }
             )
     return {"examples": examples}
-
-
-def _batches(runner: Runner, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
-    loader = Loader(split, EvalTransform(runner.preprocessing), _BATCH, runner.options.workers)
-    for batch in loader.batches():
-        yield runner.backbone.check_images(batch.images), batch.targets
 
 
 def _cost(model: MemoryViT, images: Tensor) -> dict[str, Any]:

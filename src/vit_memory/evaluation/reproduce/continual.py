@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from vit_memory.backbone import Backbone
-from vit_memory.data.loading import Loader
-from vit_memory.data.transforms import EvalTransform
 from vit_memory.evaluation.reproduce.experiment import Experiment, Plan
 from vit_memory.evaluation.reproduce.methods import BOTH, FULL, Method, cells
 from vit_memory.evaluation.reproduce.runner import Runner, Training
@@ -26,11 +24,13 @@ from vit_memory.evaluation.statistics import pack_bits
 from vit_memory.model import MemoryViT
 from vit_memory.outputs import Outputs
 from vit_memory.task import Task, new_task
+from vit_memory.training.cache import Cache
 from vit_memory.training.callbacks import Callbacks
 from vit_memory.training.fit import fit
 from vit_memory.trunk import run_originals
 
 METHODS: tuple[Method, ...] = (cells(5), BOTH)
+_BATCH = 64
 
 
 def trainings(plan: Plan) -> list[Training]:
@@ -44,13 +44,7 @@ def measure(runner: Runner, plan: Plan) -> None:
         for seed in plan.scale.seeds if method is not FULL else plan.scale.seeds[:1]:
             chosen = [Training(dataset, method, seed, plan.scale.per_class) for dataset in plan.datasets]
             records = runner.train(chosen)
-            identity = {
-                "kind": "continual",
-                "backbone": runner.backbone_name,
-                "method": method.name,
-                "tasks": len(chosen),
-                "seed": seed,
-            }
+            identity = runner.identity_of_all("continual", chosen)
             settings = {"trainings": [[record.identity, record.settings] for record in records]}
             if runner.records.find(identity, settings) is not None:
                 continue
@@ -98,9 +92,8 @@ def _fine_tune(runner: Runner, backbone: Backbone, training: Training, rate: flo
     recipe = replace(runner.scale.recipes["full"], seed=training.seed, learning_rates=(rate,))
     task = new_task(backbone, "task", images.labels, regime="full")
     callbacks = Callbacks(runner.on_progress, should_stop=runner.should_stop)
-    best = fit(
-        backbone, [task], images.train, images.validation, recipe, options=runner.options, callbacks=callbacks
-    ).best
+    options = replace(runner.options, cache=Cache("off"))  # the backbone changes with every step
+    best = fit(backbone, [task], images.train, images.validation, recipe, options=options, callbacks=callbacks).best
     assert best.backbone is not None
     return best.backbone, best.task
 
@@ -110,12 +103,8 @@ def _score(runner: Runner, chosen: Sequence[Training], answer: Any) -> dict[str,
     row: dict[str, Any] = {}
     for training in chosen:
         test = runner.images(training).test
-        loader = Loader(test, EvalTransform(runner.preprocessing), 64, runner.options.workers)
-        parts = [
-            answer(runner.backbone.check_images(batch.images), training).argmax(1) == batch.targets
-            for batch in loader.batches()
-        ]
-        right = torch.cat(parts).numpy()
+        parts = [answer(images, training).argmax(1) == targets for images, targets in runner.batches(test, _BATCH)]
+        right = torch.cat(parts).cpu().numpy()
         row[training.dataset] = {"test": float(right.mean()), "test_images": len(right), "right": pack_bits(right)}
     return row
 

@@ -7,7 +7,7 @@ sizes, and a backbone that is not at hand is timed with random weights of its sh
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from vit_memory.data.sources import Dataset
 from vit_memory.data.splits import DRAWN_SHARE
 from vit_memory.data.transforms import view_size
 from vit_memory.evaluation.reproduce.lora import LoraModel
-from vit_memory.evaluation.reproduce.methods import Group, Method
+from vit_memory.evaluation.reproduce.methods import Method
 from vit_memory.evaluation.reproduce.runner import Training
 from vit_memory.evaluation.reproduce.scale import Scale
 from vit_memory.graph import TaskGraph
@@ -123,11 +123,13 @@ def _time_on_one_thread(backbone: Backbone, image_size: int | None, methods: Ite
 
     forward = _median(lambda: run_trunk(backbone.roles, images))
     one, nine = memory(1), memory(9)
-    others = {method.name: own_pass(method) / _BATCH for method in methods if method.group not in _ONE_PASS}
+    others = {method.name: own_pass(method) / _BATCH for method in methods if not _reads_trunk(method)}
     return Seconds(forward / _BATCH, max(one / 9, (nine - one) / 8) / _BATCH, others)
 
 
-_ONE_PASS: tuple[Group, ...] = ("memory", "reader", "variant")
+def _reads_trunk(method: Method) -> bool:
+    """Whether it trains no part of a pass of its own."""
+    return method.shares_pass or method.variant is not None
 
 
 def _median(work: Callable[[], object]) -> float:
@@ -163,8 +165,8 @@ def estimate(
     """One row for all trainings that share a pass, and one for every other."""
     groups: dict[tuple[object, ...], list[Training]] = {}
     for one in trainings:
-        alone = None if one.method.group in _ONE_PASS else one.method.name
-        recipe = scale.recipes[one.method.group]
+        alone = None if one.method.shares_pass else one.method.name
+        recipe = replace(scale.recipes[one.method.group], learning_rates=None)
         groups.setdefault((one.dataset, one.label, one.seed, one.per_class, one.parents, recipe, alone), []).append(one)
     return [_estimate_group(group, scale, is_search, counts, seconds, shape) for group in groups.values()]
 
@@ -180,11 +182,11 @@ def _estimate_group(
     first = group[0]
     recipe = scale.recipes[first.method.group]
     images = counts[first.dataset].per_class(first.per_class, scale.per_class)
-    settings = sum(len(recipe.rates) if is_search(one) else 1 for one in group)
+    settings = sum(len(scale.recipes[one.method.group].rates) if is_search(one) else 1 for one in group)
     trained = recipe.steps * min(recipe.batch, images.train)  # images over all steps
     evaluated = math.ceil(recipe.steps / recipe.evaluate_every) * images.validation
     stored = 0
-    if first.method.group in _ONE_PASS:
+    if _reads_trunk(first.method):
         forward = trained + evaluated
         if recipe.fixed_views is not None:
             rows = images.train * min(recipe.fixed_views, epochs(images.train, recipe)) + images.validation

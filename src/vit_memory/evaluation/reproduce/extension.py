@@ -5,15 +5,16 @@
 Needs datasets with a column `coarse_label` beside `label` (superclasses of CIFAR-100; indoor and outdoor of Places).
 A chain: coarse labels, then fine labels that extend them. A diamond over the first two such datasets: the coarse task
 of the first, on it the fine task of the first and the coarse task of the second, and on both the fine task of the
-second. To expect: small gains where the coarse labels say something about the fine ones, none to speak of where the
-original tokens already hold it. The paper reports no figures that are known to us.
+second. A coarse task has the images of the fine one, so that what an extended task gains comes from the parent's labels
+and not from more images. To expect: small gains where the coarse labels say something about the fine ones, none to
+speak of where the original tokens already hold it. The paper reports no figures that are known to us.
 """
 
 from vit_memory.evaluation.reproduce.experiment import Experiment, Plan
 from vit_memory.evaluation.reproduce.methods import BOTH, Method, cells
-from vit_memory.evaluation.reproduce.runner import Training
+from vit_memory.evaluation.reproduce.runner import FINE, Training
 
-COARSE, FINE = "coarse_label", "label"
+COARSE = "coarse_label"
 
 
 def chain(dataset: str, method: Method, seed: int, per_class: int | None) -> tuple[Training, Training, Training]:

@@ -48,13 +48,13 @@ class LoraModel(nn.Module):
         adapted: Any = get_peft_model(vit, config)
         self.vit: nn.Module = adapted.base_model.model.eval()
         self._roles = backbone.family.roles(self.vit)  # peft's modules in the places of the library's
-        self.head = nn.Linear(backbone.width, classes)
+        self.head = nn.Linear(backbone.width, classes, device=backbone.device)
         for parameter in self.head.parameters():
             nn.init.zeros_(parameter)  # as the heads of all other methods start
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, C)."""
-        logits: Tensor = self.head(run_originals(self._roles, images).feature)
+        logits: Tensor = self.head(run_originals(self._roles, images).feature.float())
         return logits
 
 
@@ -96,13 +96,14 @@ def train_lora(
         for group in optimiser.param_groups:
             group["lr"] = rate * recipe.lr_factor(step)
         optimiser.zero_grad()
-        F.cross_entropy(model(batch.images), batch.targets).backward()
+        images = batch.images.to(backbone.device, backbone.dtype)
+        F.cross_entropy(model(images), batch.targets.to(backbone.device)).backward()
         if recipe.clip is not None:
             nn.utils.clip_grad_norm_(trained, recipe.clip)
         optimiser.step()
         on_step(step + 1)
         if (step + 1) % recipe.evaluate_every == 0 or step + 1 == recipe.steps:
-            accuracy = float(correct(model, validation, preprocessing).float().mean())
+            accuracy = float(correct(model, validation, preprocessing, backbone).float().mean())
             curve.append((step + 1, accuracy))
             if accuracy > best[0]:
                 kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -115,7 +116,8 @@ def train_lora(
 
 
 @torch.no_grad()
-def correct(model: nn.Module, split: Split, preprocessing: Preprocessing) -> Tensor:
-    """(n,) bool: whether the model is right about each image."""
-    loader = Loader(split, EvalTransform(preprocessing), _LOADER_BATCH)
-    return torch.cat([model(batch.images).argmax(-1) == batch.targets for batch in loader.batches()])
+def correct(model: nn.Module, split: Split, preprocessing: Preprocessing, backbone: Backbone) -> Tensor:
+    """(n,) bool: whether the model is right about each image. `backbone` says where and in what precision it is."""
+    batches = Loader(split, EvalTransform(preprocessing), _LOADER_BATCH).batches()
+    answers = ((model(b.images.to(backbone.device, backbone.dtype)).argmax(-1).cpu(), b.targets) for b in batches)
+    return torch.cat([answer == targets for answer, targets in answers])

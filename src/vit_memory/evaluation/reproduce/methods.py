@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# Methods of one group share a recipe. Those of `memory` and `reader` share the backbone's pass as well.
-Group = Literal["memory", "reader", "variant", "unmasked", "full", "branch", "lora"]
+# Methods of one group share a recipe.
+Group = Literal["memory", "short memory", "reader", "variant", "unmasked", "full", "branch", "lora"]
 Variant = Literal["after the norm", "first half of the blocks", "second half of the blocks"]
 
 
@@ -23,7 +23,17 @@ class Method:
     @property
     def composable(self) -> bool:
         """Whether its tasks answer beside others, with the original output as it was."""
-        return self.group in ("memory", "reader", "branch")
+        return self.shares_pass or self.group == "branch"
+
+    @property
+    def shares_pass(self) -> bool:
+        """Whether it is trained together with others on one pass of the backbone."""
+        return self.group in ("memory", "short memory", "reader")
+
+    @property
+    def has_trunk(self) -> bool:
+        """Whether what it reads of the backbone can be stored: nothing that it learns changes it."""
+        return self.group not in ("unmasked", "full", "lora")
 
     @property
     def in_task_file(self) -> bool:
@@ -66,6 +76,8 @@ LORA = Method("LoRA", "lora")
 COMPOSABLE = (HEAD, CLASS, cells(1), cells(5), cells(10), cells(20), GAINS, RANK, BOTH)
 ONE_PASS = (*COMPOSABLE, PATCHES)  # all that one sweep over a stored trunk trains
 UNMASKED = cells(5, "memory-unmasked")
+# Masked memory with as many steps as unmasked memory has at the small scale, to compare the two.
+SHORT = Method("5 cells, 100 steps", "short memory", {"cells": 5})
 RANDOM_TOKEN = Method("5 cells, random class token", "memory", {"cells": 5, "start": "normal"})
 
 

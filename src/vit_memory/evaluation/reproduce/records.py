@@ -18,7 +18,7 @@ from vit_memory.errors import DamagedFile, FileError
 
 FORMAT = "vit-memory-result/1"
 _MOST_NAMED = 6  # settings that an error names
-_WORDS = {"per_class": "{} per class", "seed": "seed {}", "tasks": "{} tasks"}  # numbers need a word in a file name
+_WORDS = {"per_class": "{} per class", "seed": "seed {}"}  # numbers need a word in a file name
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,20 @@ used for the other seeds and for fewer images. Test images are read once per tra
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from vit_memory.backbone import Backbone
 from vit_memory.branch import Branch
+from vit_memory.data.loading import Loader
 from vit_memory.data.sources import Dataset, open_data
+from vit_memory.data.splits import Split
+from vit_memory.data.transforms import EvalTransform
 from vit_memory.errors import DataError
 from vit_memory.evaluation.environment import environment, peak_memory_bytes
 from vit_memory.evaluation.reproduce import lora
@@ -26,11 +31,13 @@ from vit_memory.evaluation.statistics import RightAnswers, pack_bits, unpack_bit
 from vit_memory.files.branchfile import load_branch, save_branch
 from vit_memory.files.taskfile import load_task, save_task
 from vit_memory.task import Task
+from vit_memory.training.cache import Cache
 from vit_memory.training.callbacks import Progress
 from vit_memory.training.fit import training_preprocessing
 from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
 
+FINE = "label"  # the column that splits and numbers of images per class are drawn by
 log = logging.getLogger(__name__)
 
 
@@ -42,13 +49,13 @@ class Training:
     method: Method
     seed: int
     per_class: int | None
-    label: str = "label"  # the column of a table
+    label: str = FINE  # the column of a table
     parents: tuple["Training", ...] = ()
 
     @property
     def name(self) -> str:
         """For messages."""
-        label = "" if self.label == "label" else f" ({self.label})"
+        label = "" if self.label == FINE else f" ({self.label})"
         return f"{self.dataset}{label}, {self.method.name}, seed {self.seed}"
 
     @property
@@ -63,7 +70,7 @@ class Training:
             "kind": "training",
             "backbone": backbone,
             "dataset": self.dataset,
-            "label": None if self.label == "label" else self.label,
+            "label": None if self.label == FINE else self.label,
             "method": self.method.name,
             "per_class": self.per_class,
             "seed": self.seed,
@@ -118,6 +125,7 @@ class Runner:
     def __post_init__(self) -> None:
         self.open = lru_cache(maxsize=64)(self.sources.open)
         self.preprocessing = training_preprocessing(self.backbone, self.options.image_size)
+        self.environment = environment()  # now: a commit that is made while this runs is not what runs
 
     @property
     def backbone_name(self) -> str:
@@ -161,60 +169,92 @@ class Runner:
 
     def images(self, training: Training) -> Images:
         """What it trains on, chooses by, and is tested on."""
-        dataset, seed, count = (
-            self.open(training.dataset, training.label, training.seed),
-            training.seed,
-            training.per_class,
-        )
+        dataset, seed, count = self._dataset(training.dataset, FINE, training.seed), training.seed, training.per_class
         if dataset.test is None or not len(dataset.test):
             raise DataError(f"{dataset.source}: no test split.")
-        if count is None:
-            return Images(dataset.labels, dataset.train, dataset.validation, dataset.test)
-        # The validation images stay the same: few would choose an evaluation by chance.
-        validation = dataset.validation.per_class(self.scale.per_class or count, seed)
-        return Images(dataset.labels, dataset.train.per_class(count, seed), validation, dataset.test)
+        train, validation = dataset.train, dataset.validation
+        if count is not None:
+            train = train.per_class(count, seed)
+            # The validation images stay the same: few would choose an evaluation by chance.
+            validation = validation.per_class(self.scale.per_class or count, seed)
+        images = Images(dataset.labels, train, validation, dataset.test)
+        if training.label == FINE:
+            return images
+        return images.relabelled(self._dataset(training.dataset, training.label, seed))
+
+    def _dataset(self, name: str, label: str, seed: int) -> Dataset:
+        """A dataset whose test images are the same for every seed: a rate is chosen for all seeds with the first."""
+        dataset = self.open(name, label, seed)
+        drawn = dataset.test is not None and dataset.origin["test"] != "official"
+        return self.open(name, label, self.scale.seeds[0]) if drawn else dataset
+
+    def batches(self, split: Split, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images as evaluation sees them, on the backbone's device, and their targets, there too."""
+        device = self.backbone.device
+        for batch in Loader(split, EvalTransform(self.preprocessing), size, self.options.workers).batches():
+            yield self.backbone.check_images(batch.images.to(device)), batch.targets.to(device)
+
+    def identity_of_all(self, kind: str, trainings: Sequence[Training]) -> dict[str, Any]:
+        """Of a measurement on tasks of one method and seed, one per dataset."""
+        first = trainings[0]
+        return {
+            "kind": kind,
+            "backbone": self.backbone_name,
+            "method": first.method.name,
+            "datasets": [one.dataset for one in trainings],
+            "seed": first.seed,
+        }
 
     def record(
         self, identity: dict[str, Any], settings: dict[str, Any], result: dict[str, Any], seconds: float
     ) -> Record:
         """Write a record with where and how it was made."""
-        made = {"command": self.command, **environment(), "seconds": round(seconds, 1)}
+        cache = {"mode": self.options.cache.mode, "dtype": self.options.cache.dtype}
+        made = {"command": self.command, **self.environment, "cache": cache, "seconds": round(seconds, 1)}
         record = Record(identity, settings, result, {**made, "peak_memory_bytes": peak_memory_bytes()})
         self.records.write(record)
         return record
 
     def _train_missing(self, trainings: Sequence[Training], weights: bool) -> None:
-        """Train what has no record, or no weights, in groups that share images, recipe, parents and backbone pass."""
-        groups: dict[tuple[Any, ...], list[Training]] = {}
+        """Train what has no record, or no weights, in groups that share images, parents and a backbone pass."""
+        groups: dict[tuple[Any, ...], dict[Training, Sequence[float]]] = {}  # with the learning rates of each
         for one in trainings:
             record, recipe = self.find(one), self._recipe(one)
             kept = not (weights and one.method.in_task_file) or self._weights_file(one).exists()
             if record is not None and kept:
                 continue
             assert recipe is not None  # what chooses its rate was trained before
-            if record is not None:
-                recipe = replace(recipe, learning_rates=(record.result["rate"],))
-            alone = None if one.method.group in ("memory", "reader") else one.method.name
-            key = (one.dataset, one.label, one.per_class, one.parents, recipe, record is None, alone)
-            groups.setdefault(key, []).append(one)
+            rates = recipe.rates if record is None else (record.result["rate"],)
+            alone = None if one.method.shares_pass else one.method.name
+            shared = replace(recipe, learning_rates=None)
+            key = (one.dataset, one.label, one.per_class, one.parents, shared, record is None, alone)
+            groups.setdefault(key, {})[one] = rates
         for (*_, recipe, is_new, _), group in groups.items():
             self._train_group(group, recipe, is_new)
 
-    def _train_group(self, group: Sequence[Training], recipe: Recipe, is_new: bool) -> None:
-        first = group[0]
+    def _train_group(self, group: Mapping[Training, Sequence[float]], recipe: Recipe, is_new: bool) -> None:
+        first = next(iter(group))
         log.info("%s, seed %d: %s", first.dataset, first.seed, ", ".join(one.method.name for one in group))
         start = time.perf_counter()
         ancestors = {task.name: task for parent in first.parents for task in self._with_ancestors(parent)}
-        job = Job(self.backbone, self.images(first), recipe, self.options, self.on_progress, self.should_stop)
+        options = self.options
+        if not (first.method.has_trunk and recipe.fixed_views):
+            options = replace(options, cache=Cache("off"))
+        job = Job(self.backbone, self.images(first), recipe, options, self.on_progress, self.should_stop)
         parents = [ancestors[parent.task_name] for parent in first.parents]
-        outcomes = train_methods(job, [one.method for one in group], parents, list(ancestors.values()))
+        rates = {one.method: own for one, own in group.items()}
+        outcomes = train_methods(job, rates, parents, list(ancestors.values()))
         seconds = time.perf_counter() - start
         for training, outcome in zip(group, outcomes, strict=True):
+            if is_new and self.find(training) is not None:
+                continue  # another process has trained it meanwhile, and others may stand on what it wrote
             self._keep_weights(training, outcome)
             if not is_new:  # its weights were missing; the record stays as it is
                 continue
-            result = {**_result(outcome), "trained_at_once": len(group) * len(recipe.rates)}
-            self.record(training.identity(self.backbone_name), self.settings(training, recipe), result, seconds)
+            own = self._recipe(training)
+            assert own is not None
+            result = {**_result(outcome), "trained_at_once": sum(map(len, group.values()))}
+            self.record(training.identity(self.backbone_name), self.settings(training, own), result, seconds)
             log.info("%s: test accuracy %.1f %%, rate %g", training.name, 100 * outcome.right.mean(), outcome.rate)
 
     def _recipe(self, training: Training) -> Recipe | None:

@@ -13,16 +13,16 @@ from dataclasses import asdict
 
 from vit_memory.evaluation.reproduce.cost import time_backbone
 from vit_memory.evaluation.reproduce.experiment import Experiment, Plan
-from vit_memory.evaluation.reproduce.methods import cells, table_methods
+from vit_memory.evaluation.reproduce.methods import SHORT, Method, cells, table_methods
 from vit_memory.evaluation.reproduce.runner import Runner, Training
 
 
 def trainings(plan: Plan) -> list[Training]:
-    """All columns; at the paper's scale also unmasked memory of every size."""
-    methods = table_methods(plan.depth)
+    """All columns; at the paper's scale unmasked memory of every size, else masked memory with as many steps as it."""
+    more: tuple[Method, ...] = (SHORT,)
     if plan.scale.name == "paper":
-        methods += tuple(cells(count, "memory-unmasked") for count in (1, 10, 20))
-    return plan.trainings(methods)
+        more = tuple(cells(count, "memory-unmasked") for count in (1, 10, 20))
+    return plan.trainings((*table_methods(plan.depth), *more))
 
 
 def measure(runner: Runner, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""How each group of methods is trained and tested: with `fit`, as a variant of memory, or by peft."""
+"""How each group of methods is trained and tested: in one sweep, as a variant of memory, or by peft."""
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +10,7 @@ import torch
 
 from vit_memory.backbone import Backbone
 from vit_memory.branch import Branch, new_branch
+from vit_memory.data.sources import Dataset
 from vit_memory.data.splits import Split
 from vit_memory.errors import TrainingError
 from vit_memory.evaluation.inference import evaluate
@@ -18,14 +19,17 @@ from vit_memory.evaluation.reproduce.methods import Method
 from vit_memory.evaluation.reproduce.variants import VariantSweep, right_answers
 from vit_memory.files.branchfile import save_branch
 from vit_memory.files.taskfile import save_task
+from vit_memory.graph import TaskGraph
 from vit_memory.model import MemoryViT
 from vit_memory.regimes import COMPOSABLE
 from vit_memory.standalone import StandaloneModel
 from vit_memory.task import Task, new_task
 from vit_memory.training.callbacks import Callbacks, Progress
-from vit_memory.training.fit import fit, train_sweep, training_preprocessing
+from vit_memory.training.fit import train_sweep, training_preprocessing
+from vit_memory.training.objective import objective_for
 from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
+from vit_memory.training.regimes import build_sweep
 from vit_memory.training.results import SettingResult
 from vit_memory.training.sweep import Setting
 
@@ -44,6 +48,16 @@ class Images:
         """By name."""
         return {"train": self.train, "validation": self.validation, "test": self.test}
 
+    def relabelled(self, other: Dataset) -> "Images":
+        """The same images in the same splits, with the labels that another column of the dataset gives them."""
+        drawn = (other.train, other.validation, *([] if other.test is None else [other.test]))
+        targets = {digest: t for split in drawn for digest, t in zip(split.digests, split.targets, strict=True)}
+        train, validation, test = (
+            replace(split, targets=np.array([targets[digest] for digest in split.digests], dtype=np.int64))
+            for split in self.splits.values()
+        )
+        return Images(other.labels, train, validation, test)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
@@ -51,7 +65,7 @@ class Job:
 
     backbone: Backbone
     images: Images
-    recipe: Recipe  # its learning rates are the ones to search
+    recipe: Recipe
     options: TrainingOptions
     on_progress: Callable[[Progress], None]
     should_stop: Callable[[], bool]
@@ -76,21 +90,22 @@ class Outcome:
 
 
 def train_methods(
-    job: Job, methods: Sequence[Method], parents: Sequence[Task], ancestors: Sequence[Task]
+    job: Job, rates: Mapping[Method, Sequence[float]], parents: Sequence[Task], ancestors: Sequence[Task]
 ) -> list[Outcome]:
-    """Train the methods at once where they share the backbone's pass; one at a time is always possible."""
-    first = methods[0]
+    """Train each method with each of its learning rates: all at once, if there are several, on one backbone pass."""
+    first = next(iter(rates))
     if first.group == "lora":
-        return [_train_lora(job)]
+        return [_train_lora(job, rates[first])]
     if first.variant is not None:
-        return [_train_variant(job, first)]
-    return _fit_methods(job, methods, parents, ancestors)
+        return [_train_variant(job, first, rates[first])]
+    return _train_sweep(job, rates, parents, ancestors)
 
 
-def _fit_methods(
-    job: Job, methods: Sequence[Method], parents: Sequence[Task], ancestors: Sequence[Task]
+def _train_sweep(
+    job: Job, rates: Mapping[Method, Sequence[float]], parents: Sequence[Task], ancestors: Sequence[Task]
 ) -> list[Outcome]:
-    backbone, images, blocks = job.backbone, job.images, methods[0].blocks
+    backbone, images, methods = job.backbone, job.images, list(rates)
+    blocks = methods[0].blocks
     branches = []
     if blocks is not None:
         branches = [new_branch(backbone, "branch", blocks=blocks, rank=lora.RANK, generator=job.generator())]
@@ -106,21 +121,16 @@ def _fit_methods(
         )
         for i, method in enumerate(methods)
     ]
+    settings = [
+        Setting(task, rate, branch=branches[0] if branches else None)
+        for task, method in zip(tasks, methods, strict=True)
+        for rate in rates[method]
+    ]
+    objective = objective_for(tasks[0], job.recipe, images.train, images.validation)
+    sweep = build_sweep(backbone, settings, TaskGraph(ancestors), job.recipe, objective)
     curves, callbacks = _recording(job)
-    result = fit(
-        backbone,
-        tasks,
-        images.train,
-        images.validation,
-        job.recipe,
-        parents=ancestors,
-        branches=branches,
-        train_branches=bool(branches),
-        options=job.options,
-        callbacks=callbacks,
-    )
-    rates = len(job.recipe.rates)
-    by_method = [result.settings[i * rates : (i + 1) * rates] for i in range(len(methods))]
+    result = train_sweep(sweep, images.train, images.validation, job.options, callbacks)
+    by_method = [[one for one in result.settings if one.setting.task is task] for task in tasks]
     best = [_best(settings) for settings in by_method]
     right = _right_answers(job, best, ancestors)
     return [
@@ -129,11 +139,11 @@ def _fit_methods(
     ]
 
 
-def _train_variant(job: Job, method: Method) -> Outcome:
+def _train_variant(job: Job, method: Method, rates: Sequence[float]) -> Outcome:
     assert method.variant is not None
     backbone, images, recipe = job.backbone, job.images, job.recipe
     task = new_task(backbone, "task", images.labels, generator=job.generator(), **method.arguments)
-    sweep = VariantSweep(method.variant, backbone, [Setting(task, rate) for rate in recipe.rates], recipe)
+    sweep = VariantSweep(method.variant, backbone, [Setting(task, rate) for rate in rates], recipe)
     curves, callbacks = _recording(job)
     settings = train_sweep(sweep, images.train, images.validation, job.options, callbacks).settings
     best = _best(settings)
@@ -143,7 +153,7 @@ def _train_variant(job: Job, method: Method) -> Outcome:
     return replace(_outcome(settings, best, curve, right.numpy()), task=None)
 
 
-def _train_lora(job: Job) -> Outcome:
+def _train_lora(job: Job, rates: Sequence[float]) -> Outcome:
     images, recipe = job.images, job.recipe
     preprocessing = training_preprocessing(job.backbone, job.options.image_size)
     classes = len(images.labels)
@@ -153,10 +163,10 @@ def _train_lora(job: Job) -> Outcome:
 
     results = [
         lora.train_lora(job.backbone, images.train, images.validation, classes, recipe, preprocessing, rate, report)
-        for rate in recipe.rates
+        for rate in rates
     ]
     best = max(results, key=lambda result: result.score)
-    right = lora.correct(best.model, images.test, preprocessing).numpy()
+    right = lora.correct(best.model, images.test, preprocessing, job.backbone).numpy()
     searched = {result.rate: result.score for result in results}
     return Outcome(best.rate, searched, [v for _, v in best.curve], best.parameters, 4 * best.parameters, right)
 

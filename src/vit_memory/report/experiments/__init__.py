@@ -69,14 +69,12 @@ def experiment_sections(every: list[Evidence]) -> Iterator[Section]:
 
 def _about(every: list[Evidence]) -> str:
     main = every[0]
-    comparison = main.trainings()
     size = main.full_size
-    images = "all training images" if size is None else f"{size} training images per class"
-    trainings, datasets = len(main.of_kind("training")), len(comparison.datasets())
+    images = "all training images" if size is None else f"at most {size} training images per class"
+    trainings, datasets = len(main.of_kind("training")), len(main.trainings().datasets())
     return (
         f"{main.backbone}; {images}; {trainings} trainings on {datasets} datasets. Every number is computed from "
-        f"the records beside this page; learning rates are chosen on validation images, test images are read once per "
-        f"training."
+        f"the records beside this page; learning rates and the evaluation that is kept are chosen on validation images."
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vit_memory.evaluation.reproduce.ablations import CELLS
-from vit_memory.evaluation.reproduce.methods import PAPER_TABLE2, cells
+from vit_memory.evaluation.reproduce.methods import PAPER_TABLE2, SHORT, cells
 from vit_memory.report.document import Chart, Section, Table
 from vit_memory.report.experiments.charts import interval_chart, line_chart, scatter_chart
 from vit_memory.report.experiments.evidence import Comparison, Evidence, amount, percent, points
@@ -29,12 +29,14 @@ ORDER = (
     "branch of 4 blocks",
     "branch of 6 blocks",
     "branch of 12 blocks",
+    SHORT.name,
     "5 cells, unmasked",
     "LoRA",
     "full",
 )
-LADDER = ("head", "class", "5 cells", "rank 8 + gains")  # then the branch of half of the blocks
-OWN_PASS = ("5 cells, unmasked", "LoRA", "full")
+LADDER = ("head", "class", "5 cells", "rank 8 + gains")  # then the branches of half and of all blocks
+UNMASKED = "5 cells, unmasked"
+OWN_PASS = (UNMASKED, "LoRA", "full")
 _ABLATIONS = ("random class token", "after the norm", "half of the blocks", "propagated", "additive")
 
 
@@ -44,27 +46,35 @@ def is_ablation(method: str) -> bool:
 
 
 def ladder_of(comparison: Comparison) -> list[str]:
-    """The steps of the ladder that were trained: head, class, memory, learned reader, branch of half of the blocks."""
+    """The steps that were trained: head, class, memory, learned reader, branches of half and of all blocks."""
     branches = [name for name in comparison.methods(ORDER) if name.startswith("branch")]
-    half = branches[-2:-1] if len(branches) > 1 else branches
-    return [name for name in (*LADDER, *half) if comparison.of(name)]
+    return [name for name in (*LADDER, *branches[-2:]) if comparison.of(name)]
+
+
+def main_comparison(evidence: Evidence) -> Comparison:
+    """Trainings with all images, on the datasets that every step below the branches was trained on.
+
+    Other experiments train some of the steps on datasets of their own, which would count in some differences only.
+    """
+    every = evidence.trainings()
+    steps = [name for name in LADDER if every.of(name)]
+    return every.on(every.shared_datasets(steps) or every.datasets())
 
 
 def main_sections(evidence: Evidence, paper: bool) -> Iterator[Section]:
     """Accuracy of all methods: means, differences, every dataset, charts."""
-    comparison = evidence.trainings()
+    comparison = main_comparison(evidence)
     methods = [name for name in comparison.methods(ORDER) if not is_ablation(name)]
     if not methods:
         return
-    ladder = ladder_of(comparison)
-    datasets = comparison.shared_datasets(ladder)
-    yield _means(comparison, methods, ladder, datasets)
+    yield _means(comparison, methods)
     yield _by_dataset(comparison, methods, paper)
     timing = next(iter(evidence.of_kind("timing")), None)
-    yield _charts(comparison, methods, datasets, None if timing is None else timing.result)
+    yield _charts(comparison, methods, None if timing is None else timing.result)
 
 
-def _means(comparison: Comparison, methods: Sequence[str], ladder: Sequence[str], datasets: Sequence[str]) -> Section:
+def _means(comparison: Comparison, methods: Sequence[str]) -> Section:
+    ladder, datasets = ladder_of(comparison), comparison.datasets()
     means = {name: interval for name in methods if (interval := comparison.accuracy(name, datasets)) is not None}
     rows = []
     for name, mean in means.items():
@@ -76,17 +86,31 @@ def _means(comparison: Comparison, methods: Sequence[str], ladder: Sequence[str]
                 name,
                 _passes(name),
                 amount(comparison.parameters(name)),
+                comparison.steps(name),
+                str(comparison.seeds(name)),
                 percent(mean),
                 "" if above is None else points(above.interval),
                 "" if to_memory is None else points(to_memory.interval),
             )
         )
-    titles = ("method", "passes for T tasks", "parameters", "accuracy, %", "against the step below", "against 5 cells")
+    if not means:
+        return Section("Accuracy of every method", (f"No method was trained on all of {', '.join(datasets)}.",))
+    titles = (
+        "method",
+        "passes for T tasks",
+        "parameters",
+        "steps",
+        "seeds",
+        "accuracy, %",
+        "against the step below",
+        "against 5 cells",
+    )
     return Section(
         "Accuracy of every method",
         (
-            f"Mean test accuracy over {', '.join(datasets)}, with 95 % bootstrap intervals over seeds and test images; "
-            f"differences on the same images and seeds. The steps are {' < '.join(ladder)}.",
+            f"Mean test accuracy over {', '.join(datasets)}, with 95 % bootstrap intervals over seeds and test images "
+            f"(with one seed, over test images only); differences on the same images and seeds. The steps are "
+            f"{', '.join(ladder)}.",
             Table(titles, tuple(rows), comparison.note(list(means))),
             Chart(interval_chart("Mean test accuracy", means), f"Means of the table above; {len(datasets)} datasets."),
         ),
@@ -94,7 +118,7 @@ def _means(comparison: Comparison, methods: Sequence[str], ladder: Sequence[str]
 
 
 def _passes(method: str) -> str:
-    if method in OWN_PASS:
+    if method in OWN_PASS or "unmasked" in method:
         return "T"
     if method.startswith("branch of "):
         return f"1 + {method.split()[2]} blocks"
@@ -119,10 +143,11 @@ def _by_dataset(comparison: Comparison, methods: Sequence[str], paper: bool) -> 
     )
 
 
-def _charts(
-    comparison: Comparison, methods: Sequence[str], datasets: Sequence[str], timing: Mapping[str, Any] | None
-) -> Section:
+def _charts(comparison: Comparison, methods: Sequence[str], timing: Mapping[str, Any] | None) -> Section:
+    datasets = comparison.datasets()
     means = {name: interval for name in methods if (interval := comparison.accuracy(name, datasets)) is not None}
+    if not means:
+        return Section("Size and speed of learning", ())
     sizes = {name: sum(comparison.parameters(name) or (0, 0)) / 2 for name in means}
     dots = {name: (sizes[name], 100 * means[name].mean) for name in means}
     parts: list[Chart] = [
@@ -137,8 +162,9 @@ def _charts(
         parts.append(
             Chart(
                 scatter_chart("Accuracy by training time", "seconds", "test accuracy, %", times),
-                "Mean test accuracy by the seconds of one training on this machine (mean over datasets). Methods that "
-                "share the backbone's pass: the pass over all views, once, and their own share.",
+                "Mean test accuracy by the seconds of one training (mean over datasets), estimated from a short timing "
+                "of a pass and of a step. Methods that share the backbone's pass: the pass over all views, once, and "
+                "the reading of one setting with 5 cells.",
             )
         )
     shown = [name for name in (*ladder_of(comparison), *OWN_PASS) if name in means]
@@ -165,7 +191,8 @@ def fewshot_section(evidence: Evidence) -> Section | None:
     datasets = smallest.shared_datasets(methods)
     table, lines = [], {}
     for name in methods:
-        intervals = {size: by_size[size].accuracy(name, datasets) for size in sizes}
+        seeds = {record.identity["seed"] for record in smallest.of(name)}
+        intervals = {size: by_size[size].with_seeds(seeds).accuracy(name, datasets) for size in sizes}
         table.append((name, *(percent(interval) for interval in intervals.values())))
         known = [(size, 100 * interval.mean) for size, interval in intervals.items() if interval is not None]
         lines[name] = ([float(size) for size, _ in known], [value for _, value in known])
@@ -175,11 +202,18 @@ def fewshot_section(evidence: Evidence) -> Section | None:
     return Section(
         "Few images",
         (
-            f"Mean test accuracy over {', '.join(datasets)} by the number of training images per class.",
+            f"Mean test accuracy over {', '.join(datasets)} by the number of training images per class. The learning "
+            f"rate of a method is the one that was chosen with all images, and its best evaluation is chosen on the "
+            f"same validation images for every number. All numbers of a line have the seeds that its smallest has.",
             Table(("method", *(str(size) for size in sizes)), tuple(table), smallest.note(methods)),
             Chart(chart, "Mean test accuracy over the datasets; the number of images is logarithmic."),
         ),
     )
+
+
+def masked_counterpart(comparison: Comparison) -> str:
+    """Masked memory with as many steps as unmasked memory, which has fewer where its own pass would take too long."""
+    return SHORT.name if comparison.of(SHORT.name) else "5 cells"
 
 
 def ablation_section(evidence: Evidence) -> Section | None:
@@ -188,31 +222,30 @@ def ablation_section(evidence: Evidence) -> Section | None:
     variants = [name for name in comparison.methods() if is_ablation(name) and "cells," in name]
     if not variants or not comparison.of("5 cells"):
         return None
+    shown = ["5 cells", *variants, *(name for name in (SHORT.name, UNMASKED) if comparison.of(name))]
+    comparison = comparison.on(comparison.shared_datasets(shown) or comparison.datasets())
     rows = []
-    for name in ("5 cells", *variants, *(n for n in ("5 cells, unmasked",) if comparison.of(n))):
-        against = comparison.difference(name, "5 cells") if name != "5 cells" else None
-        unmasked = comparison.difference(name, "5 cells, unmasked") if name in _unmasked(variants) else None
-        datasets = sorted({record.identity["dataset"] for record in comparison.of(name)})
+    for name in shown:
+        other = masked_counterpart(comparison) if name in (UNMASKED, *_unmasked(variants)) else "5 cells"
+        against = comparison.difference(name, other) if name != other else None
         rows.append(
             (
                 name,
-                percent(comparison.accuracy(name, datasets)),
-                "" if against is None else points(against.interval),
-                "" if unmasked is None else points(unmasked.interval),
-                str(len(comparison.of(name))),
+                comparison.steps(name),
+                str(comparison.seeds(name)),
+                percent(comparison.accuracy(name)),
+                "" if against is None else f"{points(against.interval)} against {other}",
             )
         )
     parts: list[str | Table | Chart] = [
-        Table(
-            ("memory", "accuracy, %", "against 5 cells, masked", "against 5 cells, unmasked", "trainings"),
-            tuple(rows),
-            comparison.note(["5 cells", *variants]),
-        )
+        f"Mean test accuracy over {', '.join(comparison.datasets())}.",
+        Table(("memory", "steps", "seeds", "accuracy, %", "difference"), tuple(rows), comparison.note(shown)),
     ]
     sizes = [(0, "class"), *((count, cells(count).name) for count in CELLS)]
-    trained = [(count, name) for count, name in sizes if comparison.of(name)]
-    shared = comparison.shared_datasets([name for _, name in trained])
-    means = [(count, comparison.accuracy(name, shared)) for count, name in trained]
+    every = main_comparison(evidence)
+    trained = [(count, name) for count, name in sizes if every.of(name)]
+    shared = every.shared_datasets([name for _, name in trained])
+    means = [(count, every.accuracy(name, shared)) for count, name in trained]
     lines = {
         "masked memory": (
             [float(count) for count, interval in means if interval],
@@ -221,7 +254,7 @@ def ablation_section(evidence: Evidence) -> Section | None:
     }
     chart = line_chart("Accuracy by memory cells", "memory cells per block", "test accuracy, %", lines)
     parts.append(
-        Chart(chart, "Mean test accuracy over the datasets by the number of cells; 0 is the class token alone.")
+        Chart(chart, f"Mean test accuracy over {', '.join(shared)} by the number of cells; 0 is the class token alone.")
     )
     return Section("Which part of the method does what", parts)
 

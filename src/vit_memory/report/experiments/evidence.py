@@ -1,7 +1,7 @@
 """The records of one backbone, sorted for tables: nothing is drawn or written here."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,12 @@ class Evidence:
         """Records of one kind."""
         return [record for record in self.records if record.kind == kind]
 
-    def measured(self, kind: str, method: str) -> list[Record]:
-        """Records of one kind and method, by seed."""
-        own = [record for record in self.of_kind(kind) if record.identity["method"] == method]
-        return sorted(own, key=lambda record: record.identity["seed"])
+    def together(self, kind: str) -> list[Record]:
+        """Records of one kind about tasks of several datasets: those about most of them, by method and seed."""
+        records = self.of_kind(kind)
+        most = max((record.identity["datasets"] for record in records), key=len, default=[])
+        own = [record for record in records if record.identity["datasets"] == most]
+        return sorted(own, key=lambda record: (record.identity["method"], record.identity["seed"]))
 
     @property
     def full_size(self) -> int | None:
@@ -72,6 +74,14 @@ class Comparison:
         """Those that all of the methods were trained on."""
         return [d for d in self.datasets() if all(self.of(method, d) for method in methods)]
 
+    def on(self, datasets: Sequence[str]) -> "Comparison":
+        """The same on some of the datasets."""
+        return Comparison(tuple(record for record in self.records if record.identity["dataset"] in datasets))
+
+    def with_seeds(self, seeds: Collection[int]) -> "Comparison":
+        """The same with some of the seeds."""
+        return Comparison(tuple(record for record in self.records if record.identity["seed"] in seeds))
+
     def of(self, method: str, dataset: str | None = None) -> list[Record]:
         """The records of a method, on one dataset or on all."""
         return [
@@ -87,6 +97,14 @@ class Comparison:
     def difference(self, method: str, other: str) -> Difference | None:
         """On the same test images and seeds."""
         return difference(self.tested, method, other)
+
+    def steps(self, method: str) -> str:
+        """Of its trainings."""
+        return " or ".join(map(str, sorted({record.settings["recipe"]["steps"] for record in self.of(method)})))
+
+    def seeds(self, method: str) -> int:
+        """How many it was trained with, the fewest of any dataset that it was trained on."""
+        return min(len(own) for dataset in self.datasets() if (own := self.of(method, dataset)))
 
     def parameters(self, method: str) -> tuple[int, int] | None:
         """The fewest and the most that were trained: heads depend on the number of classes."""
@@ -127,19 +145,13 @@ class Comparison:
         """How many images and seeds, and the commands."""
         own = [r for r in self.records if methods is None or r.identity["method"] in methods]
         images = {r.identity["dataset"]: r.result["test_images"] for r in own}
-        seeds: dict[tuple[int, ...], list[str]] = {}
+        by_count: dict[int, list[str]] = {}
         for method in dict.fromkeys(r.identity["method"] for r in own):
-            of_method = tuple(sorted({r.identity["seed"] for r in own if r.identity["method"] == method}))
-            seeds.setdefault(of_method, []).append(method)
-        most = max(seeds, key=lambda key: (len(key), len(seeds[key])))
-        listed = f"seeds {', '.join(map(str, most))}"
-        fewer = [
-            f"{', '.join(names)}: seed{'s' if len(key) > 1 else ''} {', '.join(map(str, key))}"
-            for key, names in seeds.items()
-            if key != most
-        ]
+            by_count.setdefault(self.seeds(method), []).append(method)
+        most = max(by_count, default=0)
+        fewer = [f"{', '.join(names)}: {count}" for count, names in by_count.items() if count != most]
         return (
-            f"n = {sum(images.values())} test images of {len(images)} datasets; {listed}"
+            f"n = {sum(images.values())} test images of {len(images)} datasets; {most} seed{'s' * (most != 1)}"
             f"{' (' + '; '.join(fewer) + ')' if fewer else ''}. {commands(own)}"
         )
 

@@ -1,19 +1,26 @@
 """The first screen: what was found, in sentences whose numbers come from the records."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from vit_memory.evaluation.reproduce.records import Record
 from vit_memory.evaluation.statistics import Difference
 from vit_memory.report.document import Section
-from vit_memory.report.experiments.accuracy import OWN_PASS, ladder_of
+from vit_memory.report.experiments.accuracy import (
+    OWN_PASS,
+    UNMASKED,
+    ladder_of,
+    main_comparison,
+    masked_counterpart,
+)
 from vit_memory.report.experiments.evidence import Comparison, Evidence, points
 from vit_memory.report.experiments.together import NAIVE
 
 
 def summary_section(evidence: Evidence) -> Section:
     """Order of the methods, masked against the others, concatenation, forgetting."""
-    comparison = evidence.trainings()
+    comparison = main_comparison(evidence)
     return Section("What was found", tuple(_sentences(evidence, comparison)))
 
 
@@ -23,13 +30,14 @@ def _sentences(evidence: Evidence, comparison: Comparison) -> Iterator[str]:
     if steps:
         yield f"On the mean over datasets, {'; '.join(_step(comparison, a, b) for a, b in steps)}."
     for other in OWN_PASS:
+        methods = [masked_counterpart(comparison)] if other == UNMASKED else ladder[2:]
         found = [
             _against(method, other, gap)
-            for method in ladder[2:]
+            for method in methods
             if (gap := comparison.difference(method, other)) is not None
         ]
         if found:
-            yield f"Against {_WORDS[other]}: {'; '.join(found)}."
+            yield f"Against {_WORDS[other]} ({comparison.steps(other)} steps): {'; '.join(found)}."
     yield from _together(evidence)
 
 
@@ -51,11 +59,12 @@ def _step(comparison: Comparison, method: str, below: str) -> str:
 
 
 def _against(method: str, other: str, gap: Difference) -> str:
-    return f"{method} {points(gap.interval)} points ({len(gap.datasets)} datasets, {gap.pairs} pairs of trainings)"
+    datasets = len(gap.datasets)
+    return f"{method} {points(gap.interval)} points ({datasets} dataset{'s' * (datasets != 1)}, {gap.pairs} pairs)"
 
 
 def _together(evidence: Evidence) -> Iterator[str]:
-    records = evidence.of_kind("concatenation")
+    records = evidence.together("concatenation")
     masked = [record for record in records if record.identity["method"] != NAIVE]
     naive = [record for record in records if record.identity["method"] == NAIVE]
     if masked:
@@ -64,8 +73,8 @@ def _together(evidence: Evidence) -> Iterator[str]:
         images = sum(row["test_images"] for row in rows)
         identical = all(record.result["original_identical"] for record in masked)
         yield (
-            f"Put together, our tasks answer as they do alone: the largest difference of a logit is {worst:.1e}, and "
-            f"{others} of {images} answers changed. The original output {'is' if identical else 'is NOT'} the "
+            f"Put together, the largest difference of a logit of our tasks from what they answer alone is {worst:.1e}, "
+            f"and {others} of {images} answers changed. The original output {'is' if identical else 'is NOT'} the "
             f"library's own to the bit."
         )
     if naive:
@@ -73,12 +82,26 @@ def _together(evidence: Evidence) -> Iterator[str]:
             100 * float(np.mean([row[key] for record in naive for row in record.result["datasets"].values()]))
             for key in ("alone", "together")
         )
-        yield f"Without a mask, tasks put together fall from {alone:.1f} % to {together:.1f} % on the mean."
-    for record in evidence.of_kind("continual"):
-        order, after = record.result["order"], record.result["after"]
-        start, end = (100 * after[i][order[0]]["test"] for i in (0, -1))
-        if record.identity["method"] == "full":
-            yield (
-                f"Fine-tuned on {len(order)} datasets in turn, a whole backbone falls from {start:.1f} % to {end:.1f} "
-                f"% on the first of them; with memory and readers nothing is forgotten."
-            )
+        yield f"Without a mask, tasks have {alone:.1f} % alone and {together:.1f} % put together, on the mean."
+    arrived = evidence.together("continual")
+    if arrived:
+        changes = [f"{method} {forgotten(arrived, method):+.1f}" for method in _methods(arrived)]
+        yield (
+            f"After {len(arrived[0].result['order'])} tasks arrived one after another, the accuracy on those before "
+            f"the last differs from that at their arrival by, in points: {'; '.join(changes)}."
+        )
+
+
+def _methods(records: Sequence[Record]) -> list[str]:
+    return list(dict.fromkeys(record.identity["method"] for record in records))
+
+
+def forgotten(records: Sequence[Record], method: str) -> float:
+    """Accuracy at the end minus that at arrival, mean over the earlier tasks and over seeds, in points."""
+    changes = [
+        record.result["after"][-1][dataset]["test"] - record.result["after"][i][dataset]["test"]
+        for record in records
+        if record.identity["method"] == method
+        for i, dataset in enumerate(record.result["order"][:-1])
+    ]
+    return 100 * float(np.mean(changes))

@@ -17,13 +17,13 @@ NAIVE = "5 cells, unmasked"
 
 def concatenation_section(evidence: Evidence) -> Section | None:
     """Alone and together, masked and naive."""
-    records = evidence.of_kind("concatenation")
+    records = evidence.together("concatenation")
     if not records:
         return None
     methods = list(dict.fromkeys(record.identity["method"] for record in records))
     rows, costs = [], []
     for method in sorted(methods, key=lambda name: name == NAIVE):
-        own = evidence.measured("concatenation", method)
+        own = [record for record in records if record.identity["method"] == method]
         datasets = list(own[0].result["datasets"])
         alone, together = (
             float(np.mean([[r.result["datasets"][d][key] for d in datasets] for r in own]))
@@ -36,7 +36,8 @@ def concatenation_section(evidence: Evidence) -> Section | None:
         rows.append(
             (
                 method if masked else f"{method} (naive: no mask)",
-                str(own[0].identity["tasks"]),
+                str(len(datasets)),
+                str(len(own)),
                 f"{100 * alone:.1f}",
                 f"{100 * together:.1f}",
                 f"{worst:.1e}" if masked else "–",
@@ -53,7 +54,16 @@ def concatenation_section(evidence: Evidence) -> Section | None:
                 f"of {cost[0]['batch']} images"
             )
     images = sum(row["test_images"] for row in records[0].result["datasets"].values())
-    titles = ("method", "tasks", "alone, %", "together, %", "largest difference", "other answers", "original identical")
+    titles = (
+        "method",
+        "tasks",
+        "seeds",
+        "alone, %",
+        "together, %",
+        "largest difference",
+        "other answers",
+        "original identical",
+    )
     parts: list[str | Table | Chart] = [
         "One task per dataset, trained apart. Alone: the task on its own. Together: beside all others in one model. "
         "The largest difference is that of the logits; other answers counts test images whose class changed. The naive "
@@ -61,7 +71,7 @@ def concatenation_section(evidence: Evidence) -> Section | None:
         Table(titles, tuple(rows), f"n = {images} test images per seed. {commands(records)}"),
         f"One pass with all tasks, as a multiple of the library's own pass: {'; '.join(costs)}.",
     ]
-    naive = evidence.measured("concatenation", NAIVE)
+    naive = [record for record in records if record.identity["method"] == NAIVE]
     if naive:
         datasets = list(naive[0].result["datasets"])
         lines = {
@@ -71,7 +81,7 @@ def concatenation_section(evidence: Evidence) -> Section | None:
             )
             for d in datasets
         }
-        chart = line_chart("Without a mask, tasks destroy each other", "tasks in the model", "test accuracy, %", lines)
+        chart = line_chart("Tasks put together without a mask", "tasks in the model", "test accuracy, %", lines)
         parts.append(Chart(chart, "Accuracy of each task as others are added to the same sequence without a mask."))
     return Section("Tasks trained apart, put together", parts)
 
@@ -99,7 +109,8 @@ def extension_section(evidence: Evidence) -> Section | None:
     return Section(
         "Tasks built on one another",
         (
-            "A chain: fine labels on coarse ones. A diamond: fine labels on two tasks that both extend a third.",
+            "A chain: fine labels on coarse ones, for the same training images. A diamond: fine labels on two tasks "
+            "that both extend a third.",
             Table(titles, tuple(rows), commands(extended)),
         ),
     )
@@ -131,14 +142,14 @@ def _renamed(record: Record, name: str) -> RightAnswers:
 
 def continual_section(evidence: Evidence) -> Section | None:
     """Accuracy on earlier tasks as new ones arrive."""
-    records = evidence.of_kind("continual")
+    records = evidence.together("continual")
     if not records:
         return None
     methods = list(dict.fromkeys(record.identity["method"] for record in records))
     order = records[0].result["order"]
     rows, first, mean = [], {}, {}
     for method in methods:
-        own = evidence.measured("continual", method)
+        own = [record for record in records if record.identity["method"] == method]
         first[method] = _over_time(own, order[:1], len(order))
         mean[method] = _over_time(own, order, len(order))
         last = [float(np.mean([r.result["after"][-1][d]["test"] for r in own])) for d in order]
@@ -197,7 +208,7 @@ def _over_time(records: Sequence[Record], datasets: Sequence[str], count: int) -
 
 def example_section(evidence: Evidence) -> Section | None:
     """Test images with the answers of every task, and where one of them looked."""
-    records = evidence.of_kind("examples")
+    records = evidence.together("examples")
     if not records:
         return None
     figures = []
