@@ -25,27 +25,25 @@ def assert_exports(model):
         assert_agree(exported(images(size)), model(images(size)))
 
 
-@pytest.mark.parametrize("variant", variant_params(quick=("vit", "dinov3-vit")))
+# Plain layers, rotary positions, and one projection for q, k and v with gated MLPs: all that an update has to fit into.
+WITH_BRANCHES = ("vit", "dinov3-vit", "timm-vit:dinov2-registers")
+
+
+@pytest.mark.parametrize("variant", variant_params(quick=("vit",)))
 def test_every_family_exports_and_compiles_as_one_graph_before_its_first_call(variant):
-    """With three branches, all regimes, and extension across trunks."""
+    """Memory, gains and low-rank updates; for some, three branches, all regimes, and extension across trunks."""
     backbone = tiny_backbone(variant)
-    assert_exports(MemoryViT(backbone, *crossing_graph(backbone)))
+    graph = crossing_graph(backbone) if variant in WITH_BRANCHES else (graph_shapes(backbone)["readers"][:3],)
+    assert_exports(MemoryViT(backbone, *graph))
     torch._dynamo.reset()
-    model = MemoryViT(backbone, *crossing_graph(backbone))
+    model = MemoryViT(backbone, *graph)
     assert_agree(torch.compile(model, fullgraph=True, backend="aot_eager")(images(3)), model(images(3)))
 
 
-@pytest.mark.parametrize("variant", ["vit", "dinov3-vit"])
+@pytest.mark.parametrize("variant", ["vit", pytest.param("dinov3-vit", marks=pytest.mark.slow)])
 def test_readers_of_every_kind_export_with_a_dynamic_batch(variant):
     backbone = tiny_backbone(variant)
     assert_exports(MemoryViT(backbone, [*graph_shapes(backbone)["readers"], *graph_shapes(backbone)["mixed"][2:]]))
-
-
-def test_compile_as_one_graph_agrees_with_eager():
-    torch._dynamo.reset()
-    backbone = tiny_backbone()
-    model = MemoryViT(backbone, graph_shapes(backbone)["chain"])
-    assert_agree(torch.compile(model, fullgraph=True)(images()), model(images()))
 
 
 @pytest.mark.slow

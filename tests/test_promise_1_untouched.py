@@ -55,7 +55,7 @@ def test_original_output_follows_the_librarys_choice_of_attention(variant):
     assert_untouched(family, library, MemoryViT(backbone, graph_shapes(backbone)["chain"]), images())
 
 
-@pytest.mark.parametrize("patch", [32, 16])
+@pytest.mark.parametrize("patch", [32, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_real_sized_vit_keeps_its_logits_under_16_tasks(patch):
     from transformers import ViTConfig, ViTForImageClassification
 

@@ -25,7 +25,8 @@ def check_format(path: Path, text: str, name: str, version: int) -> None:
     """Raise DamagedFile unless `text` is `name/<number>`, and NewerFormat if the number is above `version`."""
     stem, _, number = text.partition("/")
     if stem != name and stem in _FILES:
-        raise DamagedFile(f"{path}: {_FILES[stem]} (format {text!r}), expected {_FILES[name]} ({name}/{version}).")
+        expected = f"{_FILES[name]} ({name}/{version})" if name in _FILES else f"{name}/{version}"
+        raise DamagedFile(f"{path}: {_FILES[stem]} (format {text!r}), expected {expected}.")
     if stem != name or not number.isdecimal() or len(number) > 9:
         raise DamagedFile(f"{path}: format {text!r}, expected {name}/{version}.")
     if int(number) > version:
