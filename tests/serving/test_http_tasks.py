@@ -5,6 +5,7 @@ import time
 
 import pytest
 from engine_builders import backbone, model_of, task
+from fastapi.testclient import TestClient
 from http_builders import bundle_in, check_problem, client_of, file_of, predict
 
 from builders import trained_branch
@@ -12,6 +13,7 @@ from vit_memory import Bundle, FileError, load_task
 from vit_memory.files import manifest
 from vit_memory.files.branchfile import branch_bytes
 from vit_memory.files.taskfile import task_bytes
+from vit_memory.serving.app import create_app
 
 
 @pytest.fixture
@@ -229,6 +231,50 @@ def test_a_change_by_another_program_is_followed_and_a_damaged_one_is_not(folder
         (folder / "bundle.json").write_text(whole)
         Bundle.open(folder).remove(["late"])
         until(lambda: "late" not in names(client), seconds=1)
+
+
+def test_a_change_made_while_a_server_starts_is_served_and_not_undone_by_its_own(folder):
+    app = create_app(folder, backbone=backbone())
+    Bundle.open(folder).add([task("meanwhile")])  # the folder was read, the server does not answer yet
+    with TestClient(app) as client:
+        assert "meanwhile" in names(client)
+        assert client.put("/v1/tasks/late", content=file_of("late")).status_code == 201
+    assert {"meanwhile", "late"} < set(stored(folder))
+
+
+def test_a_change_of_a_folder_that_cannot_be_read_is_refused_as_the_servers_fault(folder):
+    with client_of(folder) as client:
+        (folder / "bundle.json").write_text("{")
+        for response in (client.put("/v1/tasks/late", content=file_of("late")), client.delete("/v1/tasks/child")):
+            assert "the bundle folder cannot be read" in check_problem(response, 503)["detail"]
+        assert "child" in names(client)
+
+
+def test_a_process_that_starts_later_serves_what_the_others_serve(folder, tmp_path):
+    with client_of(folder, run_folder=tmp_path) as one:
+        assert one.post("/v2/repository/models/child/unload").status_code == 200
+        with client_of(folder, run_folder=tmp_path) as other:
+            assert other.get("/v1/tasks").json()["unloaded"] == ["child"]
+            assert "child" not in predict(other).json()["images"][0]["tasks"]
+
+
+def test_a_process_that_follows_another_does_not_undo_what_that_one_does_meanwhile(folder, tmp_path, monkeypatch):
+    with client_of(folder, run_folder=tmp_path) as one, client_of(folder, run_folder=tmp_path) as other:
+        store = other.app.state.server.store
+        replace = store._engine.replace
+
+        async def slow_replace(*arguments):
+            if one.get("/v1/tasks").json()["unloaded"]:
+                assert one.post("/v2/repository/models/child/load").status_code == 200
+            return await replace(*arguments)
+
+        monkeypatch.setattr(store._engine, "replace", slow_replace)
+        assert one.post("/v2/repository/models/child/unload").status_code == 200
+        until(lambda: not one.get("/v1/tasks").json()["unloaded"], seconds=5)
+        time.sleep(1)
+        for client in (one, other):
+            assert client.get("/v1/tasks").json()["unloaded"] == []
+            assert "child" in predict(client).json()["images"][0]["tasks"]
 
 
 def test_an_unloaded_task_is_kept_and_not_served(folder):

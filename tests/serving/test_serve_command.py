@@ -191,8 +191,20 @@ def test_a_change_through_one_of_two_workers_is_answered_by_the_other_within_a_s
         os.kill(first, signal.SIGKILL)
         wait(lambda: running.count("ready") == 3, START_S)
         assert first not in versions(), "a worker that died was replaced"
+        assert len(set(versions().values())) == 1, "its replacement serves what the other serves"
         assert running.stop() == 0
     assert [entry.name for entry in Bundle.open(tmp_path / "kept").entries] == ["one", "two", "a", "b", "c"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_be_replaced_does_not_end_the_others(tmp_path, folder):
+    with started(tmp_path, folder, "--workers", "2") as running:
+        url = running.ready(2).url
+        (folder / "tasks" / "one.safetensors").write_bytes(b"damaged")
+        os.kill(httpx.get(f"{url}/v1/status").json()["pid"], signal.SIGKILL)
+        wait(lambda: running.log().count("starting another") >= 2, START_S)
+        assert httpx.get(f"{url}/v1/status").status_code == 200
+        assert running.stop() == 0
 
 
 @pytest.mark.slow

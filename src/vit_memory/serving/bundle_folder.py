@@ -27,6 +27,7 @@ class BundleFolder:
         self.folder = folder
         self._bundle = Bundle.open(folder)
         self._items: dict[Entry | BranchEntry, Any] = {}  # Task of an Entry, Branch of a BranchEntry
+        self.stamp_read: Stamp | None = None  # the stamp of what was read last
 
     @property
     def backbone(self) -> str:
@@ -44,6 +45,7 @@ class BundleFolder:
     def read(self) -> TaskGraph:
         """What the folder holds now; only files that are new are read. FileError or GraphError if it is damaged."""
         for attempt in range(_ATTEMPTS):
+            stamp = self.stamp()  # before reading: a change meanwhile is seen next time
             bundle = Bundle.open(self.folder)
             try:
                 items = {entry: self._item(bundle, entry) for entry in bundle.all_entries}
@@ -52,7 +54,7 @@ class BundleFolder:
                 if attempt == _ATTEMPTS - 1 or Bundle.open(self.folder).manifest == bundle.manifest:
                     raise
                 continue
-            self._bundle, self._items = bundle, items
+            self._bundle, self._items, self.stamp_read = bundle, items, stamp
             break
         return TaskGraph(*_sorted(self._items.values()))
 
@@ -72,7 +74,7 @@ class BundleFolder:
         return bundle.task(entry.name) if isinstance(entry, Entry) else bundle.branch(entry.name)
 
     def _remember(self, bundle: Bundle, graph: TaskGraph) -> None:
-        self._bundle = bundle
+        self._bundle, self.stamp_read = bundle, self.stamp()
         self._items = {
             entry: graph[entry.name] if isinstance(entry, Entry) else graph.branches[entry.name]
             for entry in bundle.all_entries

@@ -11,6 +11,7 @@ A task may be unloaded: it stays in the folder and is not served until it is loa
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -28,9 +29,11 @@ from vit_memory.serving.task_set import TaskSet
 from vit_memory.task import Task
 
 _LOOK_EVERY_S = 0.3
+_TRY_AGAIN_AFTER_S = 10.0  # to serve a folder that could not be served and has not changed since
 _UNLOADED = "unloaded.json"
 log = logging.getLogger(__name__)
 
+Stamps = tuple[object, object]  # of the folder's manifest, and of the file of unloaded tasks
 Check = Callable[[str | None], None]  # gets the digest of what has the name now, None if nothing has; may refuse
 
 
@@ -41,6 +44,7 @@ class _Edit:
     held: TaskGraph
     unloaded: frozenset[str]
     write: Callable[[BundleFolder], None] | None = None
+    by_others: bool = False  # it is on the disk already, and may be out of date: nothing of it is written
 
 
 class TaskStore:
@@ -52,7 +56,9 @@ class TaskStore:
         self._held: TaskGraph = engine.task_set.tasks
         self._unloaded: frozenset[str] = frozenset()
         self._unloaded_file = None if run_folder is None else run_folder / _UNLOADED
-        self._seen = self._stamps(folder)
+        # Of what the tasks above were read from. A change since then is followed, and so is what is unloaded.
+        self._seen: Stamps = (None if folder is None else folder.stamp_read, None)
+        self._failed: tuple[Stamps | None, float] = (None, 0.0)  # what could not be served, and when
         self._turn = asyncio.Lock()
 
     @property
@@ -133,7 +139,8 @@ class TaskStore:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Follow what others change in the folder, until the block ends."""
+        """Follow what others have changed in the folder since it was read, and whatever they change meanwhile."""
+        await self._look()
         watch = asyncio.create_task(self._watch())
         try:
             yield
@@ -143,23 +150,26 @@ class TaskStore:
                 await watch
 
     async def _watch(self) -> None:
-        failed: object = None
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            if self._folder is None:  # `hold` may give it one
-                continue
-            stamps = await asyncio.to_thread(self._stamps, self._folder)
-            if stamps == self._seen:
-                continue
-            try:
-                async with self._turn:
-                    await self._follow()
-                failed = None
-            except Exception as error:  # the folder is others' work: whatever is wrong with it must not end the watch
-                if failed != stamps:  # once for each state of the folder
-                    known = isinstance(error, VitMemoryError)
-                    log.error("the bundle folder changed, but cannot be served: %s", error, exc_info=not known)
-                failed = stamps
+            await self._look()
+
+    async def _look(self) -> None:
+        """Follow the folder if it has changed. Whatever is wrong with it must not end the watch: it is others' work."""
+        if self._folder is None:  # `hold` may give it one
+            return
+        stamps, now = await asyncio.to_thread(self._stamps, self._folder), time.monotonic()
+        failed, failed_at = self._failed
+        if stamps == self._seen or (stamps == failed and now < failed_at + _TRY_AGAIN_AFTER_S):
+            return
+        try:
+            async with self._turn:
+                await self._follow()
+        except Exception as error:
+            if failed != stamps:  # once for each state of the folder
+                known = isinstance(error, VitMemoryError)
+                log.error("the bundle folder changed, but cannot be served: %s", error, exc_info=not known)
+            self._failed = stamps, time.monotonic()
 
     async def _change(self, edit: Callable[[], "_Edit"]) -> TaskSet:
         """Make a change, also if whoever asked for it is cancelled meanwhile: half a change would be worse."""
@@ -177,32 +187,38 @@ class TaskStore:
                 raise ProblemError(503, f"nothing was changed: {error}") from error
             try:
                 if self._stamps(self._folder) != self._seen:
-                    await self._follow()
+                    await self._follow_before_a_change()
                 task_set = await self._serve(edit())
                 self._seen = self._stamps(self._folder)
                 return task_set
             finally:
                 lock.__exit__(None, None, None)
 
+    async def _follow_before_a_change(self) -> None:
+        try:
+            await self._follow()
+        except VitMemoryError as error:
+            raise ProblemError(503, f"nothing was changed: the bundle folder cannot be read. {error}") from error
+
     async def _hold(self, source: BundleFolder | TaskGraph) -> TaskSet:
         async with self._turn:
             folder = None if isinstance(source, TaskGraph) else source
-            stamps = self._stamps(folder)  # before reading: a change meanwhile is seen next time
+            names = self._stamps(folder)[1]
             held = source if isinstance(source, TaskGraph) else await asyncio.to_thread(source.read)
             task_set = await self._serve(_Edit(held, frozenset()))
-            self._folder, self._seen = folder, stamps
+            self._folder, self._seen = folder, (None if folder is None else folder.stamp_read, names)
             return task_set
 
     async def _follow(self) -> None:
         """Serve what the folder holds now."""
         assert self._folder is not None
-        stamps = self._stamps(self._folder)  # before reading: a change meanwhile is seen next time
+        names = self._stamps(self._folder)[1]  # before reading: a change meanwhile is seen next time
         held = await asyncio.to_thread(self._folder.read)
         unloaded = self._unloaded if self._unloaded_file is None else _read_names(self._unloaded_file)
         # Others may have added a task that extends an unloaded one: that one is served again.
         needed = {parent for name in held if name not in unloaded for parent in held.ancestors(name)}
-        await self._serve(_Edit(held, (unloaded & held.keys()) - needed))
-        self._seen = stamps
+        await self._serve(_Edit(held, (unloaded & held.keys()) - needed, by_others=True))
+        self._seen = self._folder.stamp_read, names
 
     async def _serve(self, edit: "_Edit") -> TaskSet:
         """Serve what an edit makes, after it was written to the disk; a failure changes nothing."""
@@ -214,8 +230,9 @@ class TaskStore:
             try:
                 if self._folder is not None and edit.write is not None:
                     edit.write(self._folder)
-                if self._unloaded_file is not None and edit.unloaded != _read_names(self._unloaded_file):
-                    write_atomic(self._unloaded_file, [json.dumps(sorted(edit.unloaded)).encode()])
+                names = None if edit.by_others else self._unloaded_file
+                if names is not None and edit.unloaded != _read_names(names):
+                    write_atomic(names, [json.dumps(sorted(edit.unloaded)).encode()])
             except FileError as error:
                 raise ProblemError(503, f"nothing was changed: {error}") from error
 
@@ -225,7 +242,7 @@ class TaskStore:
         self._held, self._unloaded = edit.held, edit.unloaded
         return task_set
 
-    def _stamps(self, folder: BundleFolder | None) -> tuple[object, object]:
+    def _stamps(self, folder: BundleFolder | None) -> Stamps:
         """Changes whenever another process changes something."""
         names = None
         if self._unloaded_file is not None:

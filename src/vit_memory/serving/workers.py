@@ -1,7 +1,8 @@
 """Several processes behind one address: started, watched, started again if they die, and ended together.
 
-All accept from one socket, so the system spreads connections over them. A worker that dies before it was ready would
-die again, so that ends the server; a worker whose parent was killed ends itself instead of holding the address.
+All accept from one socket, so the system spreads connections over them. If no worker has ever been ready and one dies,
+the server ends: the next would die too. Later, the others go on while one is started again and again, with a pause. A
+worker whose parent was killed ends itself instead of holding the address.
 """
 
 import logging
@@ -9,6 +10,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -20,6 +22,7 @@ from vit_memory.errors import ServingError
 Plan = TypeVar("Plan")
 Work = Callable[[Plan, socket.socket, Callable[[], None]], None]  # calls the last one when it answers requests
 _LOOK_EVERY_S = 0.2
+_PAUSE_S = 5.0  # between the starts of workers that die before they are ready
 _READY = "ready"
 _context = get_context("spawn")  # a copy of a process with threads would inherit locks that nobody releases
 log = logging.getLogger(__name__)
@@ -34,6 +37,7 @@ class _Worker:
         self.process.start()
         theirs.close()
         self._ready = False
+        self._started = time.monotonic()
 
     def was_ready(self) -> bool:
         """Whether it ever answered requests; also after its end."""
@@ -43,6 +47,10 @@ class _Worker:
         except (EOFError, OSError):  # it has ended without a word
             pass
         return self._ready
+
+    def failed_just_now(self) -> bool:
+        """Whether it was started a moment ago and never ready: another one would fail at once for the same reason."""
+        return not self.was_ready() and time.monotonic() < self._started + _PAUSE_S
 
     def close(self) -> None:
         """Wait for its end."""
@@ -60,12 +68,13 @@ def run_workers(work: Work[Plan], plan: Plan, listener: socket.socket, count: in
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     workers = [_Worker(work, plan, listener) for _ in range(count)]
-    failed = False
+    served, failed = False, False
     while not failed and not stop.wait(_LOOK_EVERY_S):
+        served = served or any(worker.was_ready() for worker in workers)
         for i, worker in enumerate(workers):
-            if worker.process.is_alive():
+            if worker.process.is_alive() or (served and worker.failed_just_now()):
                 continue
-            if not worker.was_ready():
+            if not served:
                 failed = True
                 break
             log.error("worker %s died (exit code %s); starting another", worker.process.pid, worker.process.exitcode)
@@ -77,7 +86,7 @@ def run_workers(work: Work[Plan], plan: Plan, listener: socket.socket, count: in
     for worker in workers:
         worker.close()
     if failed:
-        raise ServingError("a worker ended before it was ready; its log says why.")
+        raise ServingError("a worker ended before any was ready; its log says why.")
 
 
 def end_on_signals() -> None:
