@@ -26,7 +26,7 @@ class Evidence:
     def together(self, kind: str) -> list[Record]:
         """Records of one kind about tasks of several datasets: those about most of them, by method and seed."""
         records = self.of_kind(kind)
-        most = max((record.identity["datasets"] for record in records), key=len, default=[])
+        most: list[str] = max((record.identity["datasets"] for record in records), key=len, default=[])
         own = [record for record in records if record.identity["datasets"] == most]
         return sorted(own, key=lambda record: (record.identity["method"], record.identity["seed"]))
 
