@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -68,9 +69,9 @@ def commit() -> str | None:
 
 
 def command_line(program: str) -> str:
-    """The command, with absolute paths cut to their names: folders say something of the machine only."""
+    """The command for a shell, with absolute paths cut to their names: folders say something of the machine only."""
     arguments = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    return " ".join([program, *arguments])
+    return f"{program} {shlex.join(arguments)}".rstrip()
 
 
 def peak_memory_bytes() -> int:

@@ -84,27 +84,19 @@ def _means(comparison: Comparison, methods: Sequence[str]) -> Section:
         rows.append(
             (
                 name,
+                percent(mean),
+                "" if above is None else points(above.interval),
+                "" if to_memory is None else points(to_memory.interval),
                 _passes(name),
                 amount(comparison.parameters(name)),
                 comparison.steps(name),
                 str(comparison.seeds(name)),
-                percent(mean),
-                "" if above is None else points(above.interval),
-                "" if to_memory is None else points(to_memory.interval),
             )
         )
     if not means:
         return Section("Accuracy of every method", (f"No method was trained on all of {', '.join(datasets)}.",))
-    titles = (
-        "method",
-        "passes for T tasks",
-        "parameters",
-        "steps",
-        "seeds",
-        "accuracy, %",
-        "against the step below",
-        "against 5 cells",
-    )
+    compared = ("accuracy, %", "against the step before", "against 5 cells")
+    titles = ("method", *compared, "passes for T tasks", "parameters", "steps", "seeds")
     return Section(
         "Accuracy of every method",
         (

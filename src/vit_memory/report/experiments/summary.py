@@ -1,12 +1,11 @@
-"""The first screen: what was found, in sentences whose numbers come from the records."""
+"""The first screen: what was found."""
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from vit_memory.evaluation.reproduce.records import Record
-from vit_memory.evaluation.statistics import Difference
-from vit_memory.report.document import Section
+from vit_memory.report.document import Section, Table
 from vit_memory.report.experiments.accuracy import (
     OWN_PASS,
     UNMASKED,
@@ -17,50 +16,44 @@ from vit_memory.report.experiments.accuracy import (
 from vit_memory.report.experiments.evidence import Comparison, Evidence, points
 from vit_memory.report.experiments.together import NAIVE
 
-
-def summary_section(evidence: Evidence) -> Section:
-    """Order of the methods, masked against the others, concatenation, forgetting."""
-    comparison = main_comparison(evidence)
-    return Section("What was found", tuple(_sentences(evidence, comparison)))
-
-
-def _sentences(evidence: Evidence, comparison: Comparison) -> Iterator[str]:
-    ladder = ladder_of(comparison)
-    steps = list(zip(ladder[1:], ladder, strict=False))
-    if steps:
-        yield f"On the mean over datasets, {'; '.join(_step(comparison, a, b) for a, b in steps)}."
-    for other in OWN_PASS:
-        methods = [masked_counterpart(comparison)] if other == UNMASKED else ladder[2:]
-        found = [
-            _against(method, other, gap)
-            for method in methods
-            if (gap := comparison.difference(method, other)) is not None
-        ]
-        if found:
-            yield f"Against {_WORDS[other]} ({comparison.steps(other)} steps): {'; '.join(found)}."
-    yield from _together(evidence)
-
-
 _WORDS = {
-    "5 cells, unmasked": "unmasked memory, which changes every other answer",
+    UNMASKED: "unmasked memory, which changes every other answer",
     "LoRA": "LoRA on all blocks, which needs a pass per task",
     "full": "full fine-tuning, which needs a model per task",
 }
 
 
-def _step(comparison: Comparison, method: str, below: str) -> str:
-    gap = comparison.difference(method, below)
+def summary_section(evidence: Evidence) -> Section:
+    """Order of the methods, masked against the others, concatenation, forgetting."""
+    comparison = main_comparison(evidence)
+    ladder = ladder_of(comparison)
+    steps = [row for method, below in zip(ladder[1:], ladder, strict=False) if (row := _row(comparison, method, below))]
+    beside = [
+        row
+        for other in OWN_PASS
+        for method in ([masked_counterpart(comparison)] if other == UNMASKED else ladder[2:])
+        if (row := _row(comparison, method, other))
+    ]
+    parts: list[str | Table] = []
+    titles = ("method", "points", "against", "verdict", "pairs")
+    note = "Points: difference of the mean test accuracies on the same images and seeds, with its 95 % interval."
+    if steps:
+        parts += ["Each step, from the smallest to the largest, against the one before:", Table(titles, tuple(steps))]
+    if beside:
+        others = [f"{_WORDS[name]} ({comparison.steps(name)} steps)" for name in OWN_PASS if comparison.of(name)]
+        parts += [f"Our methods against {'; '.join(others)}:", Table(titles, tuple(beside), note)]
+    return Section("What was found", (*parts, *_together(evidence)))
+
+
+def _row(comparison: Comparison, method: str, other: str) -> tuple[str, ...] | None:
+    """A method against another; None if they were not trained on the same images."""
+    gap = comparison.difference(method, other)
     if gap is None:
-        return f"{method} and {below} were not trained on the same images"
-    verdict = "is not told apart from"
+        return None
+    verdict = "not told apart"
     if gap.interval.excludes_zero:
-        verdict = "is above" if gap.interval.mean > 0 else "is below"
-    return f"{method} {verdict} {below}: {points(gap.interval)} points"
-
-
-def _against(method: str, other: str, gap: Difference) -> str:
-    datasets = len(gap.datasets)
-    return f"{method} {points(gap.interval)} points ({datasets} dataset{'s' * (datasets != 1)}, {gap.pairs} pairs)"
+        verdict = "above" if gap.interval.mean > 0 else "below"
+    return method, points(gap.interval), other, verdict, f"{gap.pairs} on {len(gap.datasets)} datasets"
 
 
 def _together(evidence: Evidence) -> Iterator[str]:
