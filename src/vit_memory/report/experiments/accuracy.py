@@ -89,14 +89,13 @@ def _means(comparison: Comparison, methods: Sequence[str]) -> Section:
                 "" if to_memory is None else points(to_memory.interval),
                 _passes(name),
                 amount(comparison.parameters(name)),
-                comparison.steps(name),
-                str(comparison.seeds(name)),
+                f"{comparison.steps(name)}, {comparison.seeds(name)}",
             )
         )
     if not means:
         return Section("Accuracy of every method", (f"No method was trained on all of {', '.join(datasets)}.",))
     compared = ("accuracy, %", "against the step before", "against 5 cells")
-    titles = ("method", *compared, "passes for T tasks", "parameters", "steps", "seeds")
+    titles = ("method", *compared, "passes for T tasks", "parameters", "steps, seeds")
     return Section(
         "Accuracy of every method",
         (
