@@ -83,14 +83,18 @@ def test_tokens_come_from_options_stdin_files_or_the_environment(plan_of, tmp_pa
     found.append(plan_of())
     assert {(plan.settings.token, plan.settings.admin_token) for plan in found} == {(TOKEN, ADMIN)}
     assert TOKEN not in repr(found[0])
-    for words in (
-        ["--token", ""],
-        ["--token", "a b"],
-        ["--token", "ä"],
-        ["--token", "x", "--token-file", tmp_path / "token"],
-    ):
+    for words in (["--token", ""], ["--token", "a b"], ["--token", "ä"]):
         result = CliRunner().invoke(app, ["serve", str(tmp_path / "zoo"), *map(str, words)])
         assert result.exit_code == 2, words
+
+
+@pytest.mark.parametrize("option", ["--token", "--admin-token"])
+def test_a_token_and_a_file_of_it_are_refused_together(tmp_path, folder, option):
+    """In a process of its own, where a token of the command line moves to the environment."""
+    (tmp_path / "file").write_text(TOKEN)
+    with started(tmp_path, folder, option, "x", f"{option}-file", tmp_path / "file") as running:
+        assert running.process.wait(START_S) == 2
+        assert f"{option} and {option}-file are both given; give one." in running.log()
 
 
 def test_options_reach_the_server(plan_of, folder, tmp_path):
