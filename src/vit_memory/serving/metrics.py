@@ -34,7 +34,7 @@ STAGES = ("decode", "queue", "compute")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 MOST_TASKS = 1000  # with series of their own; the images of further ones are counted together
 FURTHER_TASKS = "(further tasks)"  # no task can be called so
-STREAMS = ("/v1/events",)  # last as long as the client likes
+STREAMS = ("/v1/events",)  # last until the client or the server ends them
 
 
 def share_between_workers(folder: Path) -> None:
