@@ -14,6 +14,8 @@ from typer.main import get_command
 
 from vit_memory.cli import app
 from vit_memory.serving.metrics import Metrics
+from vit_memory.serving.options import EngineOptions
+from vit_memory.serving.server import GRACE_S
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
@@ -31,10 +33,15 @@ def test_the_dockerfile_has_no_fault_that_hadolint_knows():
     assert done.returncode == 0, done.stdout
 
 
+def pod():
+    """The pod of k8s.yaml: its metadata and its specification."""
+    parts = yaml.safe_load_all((DEPLOY / "k8s.yaml").read_text())
+    return next(part for part in parts if part["kind"] == "Deployment")["spec"]["template"]
+
+
 def test_containers_start_the_server_with_options_that_it_has():
     command = json.loads(re.search(r"^CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)[1])
-    deployment = next(d for d in yaml.safe_load_all((DEPLOY / "k8s.yaml").read_text()) if d["kind"] == "Deployment")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (container,) = pod()["spec"]["containers"]
     for words in (command, container["args"]):
         assert {word for word in words if word.startswith("--")} <= options_of_serve()
     assert {variable["name"] for variable in container["env"]} == {"VIT_MEMORY_TOKEN", "VIT_MEMORY_ADMIN_TOKEN"}
@@ -47,6 +54,24 @@ def test_the_container_is_not_root_and_its_file_system_is_read_only():
     assert server["read_only"]
     assert server["cap_drop"] == ["ALL"]
     assert all(port.startswith("127.0.0.1:") for one in compose["services"].values() for port in one.get("ports", ()))
+
+
+def test_no_container_is_killed_before_the_server_ends_by_itself():
+    longest_s = EngineOptions().timeout_s + GRACE_S
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["server"]
+    assert pod()["spec"]["terminationGracePeriodSeconds"] > longest_s
+    assert int(compose["stop_grace_period"].removesuffix("s")) > longest_s
+
+
+def test_a_bundle_is_not_kept_at_the_root_of_a_volume_where_lost_and_found_would_refuse_it():
+    (container,) = pod()["spec"]["containers"]
+    assert {mount["mountPath"]: mount.get("subPath") for mount in container["volumeMounts"]}["/bundle"]
+
+
+def test_prometheus_is_not_sent_to_a_server_with_a_token_without_one():
+    assert "annotations" not in pod()["metadata"]
+    scrape = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    assert all("authorization" in job for job in scrape)
 
 
 def test_what_the_image_copies_is_what_the_build_may_see():

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from builders import trained
 from ray_builders import end_all, needs_ray, started
 from vit_memory import Bundle, load_backbone
 from vit_memory.cli import app
+from vit_memory.errors import ServingError
 
 pytestmark = [pytest.mark.slow, needs_ray]
 
@@ -144,3 +146,34 @@ def test_what_cannot_be_predicted_is_said_before_ray_starts(root, tmp_path, monk
         root / "photos", *zoo, "--ray", "--out", tmp_path / "out"
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_a_task_that_changed_since_the_start_fails_every_part_and_writes_none(root, tmp_path):
+    from vit_memory.serving.ray_data import Scorer, ScoringJob
+
+    job = ScoringJob(images=(str(root / "photos"),), sources=(root / "zoo",), out=str(tmp_path), folder=Path.cwd())
+    scorer = Scorer(job, {"pets": "the digest of another one"})
+    names = json.dumps([str(root / "photos" / "01 photo.jpg")]).encode()
+    for part in range(2):  # both by the same actor
+        row = scorer({"part": np.array([part]), "names": np.array([names], dtype=object)})
+        assert "task 'pets' is another one than when the command began" in row["failure"][0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_of_ray_is_an_error_with_its_cause_and_what_to_do(root, tmp_path, monkeypatch):
+    from ray.exceptions import RayError
+
+    from vit_memory.serving import ray_data
+    from vit_memory.serving.ray_cluster import Cluster
+
+    def rows(*arguments):
+        yield {"part": 0, "images": 16, "bad": 0, "failure": ""}
+        raise RayError("the object store is full")
+
+    monkeypatch.setattr(ray_data, "connected", lambda: nullcontext(Cluster(own=True, node_cpus=(1.0,), gpus=0.0)))
+    monkeypatch.setattr(ray_data, "_rows", rows)
+    images, sources = (str(root / "photos"),), (root / "zoo",)
+    progress = ray_data.score(ray_data.ScoringJob(images, sources, str(tmp_path / "out"), part_size=16))
+    assert [next(progress).images, next(progress).images] == [0, 16]
+    with pytest.raises(ServingError, match="after 16 of 60 images: the object store is full. Start the command again"):
+        next(progress)

@@ -233,7 +233,11 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """A hash of all that decides its answers: labels, tensors, parents, backbone and so on; not its name."""
+        """A hash of all that decides its answers for preprocessed images: labels, tensors, parents, backbone and so on.
+
+        Neither its name nor its `record` is part of it, so it does not cover how images are preprocessed: two tasks
+        with one digest may answer differently for the same file. Compare `record.preprocessing` too where that matters.
+        """
         described: dict[str, Any] = {
             "labels": self.labels,
             "kind": self.kind,

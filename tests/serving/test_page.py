@@ -116,6 +116,7 @@ def test_the_page_shows_what_the_model_answers(visit, url, backbone, tasks, phot
     )
     here.page.locator(".card.original").get_by_text("identical to the bit").wait_for()
     assert "5 tasks answered in one pass" in here.page.locator("#summary").inner_text()
+    here.page.get_by_role("link", name="Metrics").wait_for()
     here.check()
 
 
@@ -253,6 +254,31 @@ def test_the_page_asks_for_tokens_and_forgets_them(visit, tmp_path, tasks, backb
         assert here.page.evaluate("sessionStorage.length + localStorage.length") == 0
         here.page.locator("#keep-admin").check()
         assert here.page.evaluate("Object.values(sessionStorage)") == ["to-change"]
+
+
+@pytest.mark.slow
+def test_a_visitor_who_gives_no_token_is_not_asked_again_before_they_act(visit, tmp_path, tasks):
+    def refuse(route):
+        route.fulfill(status=401, json={"detail": "the token is not valid"})
+
+    with serving(tmp_path / "zoo", *tasks, token="to-predict") as url:
+        here = visit(url)
+        token = here.page.get_by_label("Token", exact=True)
+        token.fill("to-predict")
+        here.page.get_by_role("button", name="Use it").click()
+        here.wait_for_answer()
+        here.page.locator("#live-batch", has_text=re.compile(r"\d")).wait_for()  # a status has come
+        assert here.page.locator("#metrics-link").is_hidden()  # it would be refused: a link has no token
+        here.page.route("**/v1/status", refuse)
+        token.wait_for()
+        here.page.get_by_role("button", name="Cancel").click()
+        for _ in range(2):
+            with here.page.expect_response("**/v1/status"):
+                pass
+        assert token.is_hidden()
+        here.page.route("**/v1/predict*", refuse)
+        here.page.get_by_role("button", name="An apple on a table").click()
+        token.wait_for()
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vit_memory import Bundle, load_backbone
 from vit_memory.serving.answers import Answer, OriginalAnswer
-from vit_memory.serving.metrics import FOLDER_VARIABLE, FURTHER_TASKS, Metrics, share_between_workers
+from vit_memory.serving.metrics import FOLDER_VARIABLE, FURTHER_TASKS, MOST_TASKS, Metrics, share_between_workers
 from vit_memory.serving.stats import EngineStats
 
 
@@ -203,6 +203,21 @@ def test_workers_add_up_whichever_is_asked_and_the_dead_keep_their_counts_but_no
     finally:
         for worker in workers:
             worker.kill()
+
+
+def test_a_worker_shows_a_new_task_after_as_many_names_as_may_have_series(tmp_path):
+    share = tmp_path / "metrics"
+    share.mkdir()
+    worker = Worker(share)
+    try:
+        one = "metrics.changed(task_set(f't{i}')); metrics.answered(answer(f't{i}'))"
+        worker.run(f"for i in range({MOST_TASKS}): {one}")
+        shown = worker.run("metrics.changed(task_set('new')); metrics.answered(answer('new'))")
+        assert {key[1]: value for key, value in shown.items() if key[0] == "vit_memory_task_images_total"} == {"new": 1}
+        shown = worker.run("metrics.changed(task_set('t7')); metrics.answered(answer('t7'))")
+        assert shown["vit_memory_task_images_total", "t7"] == 2, "a counter does not go back"
+    finally:
+        worker.kill()
 
 
 @pytest.mark.slow

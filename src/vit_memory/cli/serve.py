@@ -57,6 +57,15 @@ class AccessOptions:
         ),
     ] = None
 
+    def check(self) -> None:
+        """Raise BadParameter if a token is given twice. Call it before a token moves to the environment."""
+        for option, token, file in (
+            ("--token", self.token, self.token_file),
+            ("--admin-token", self.admin_token, self.admin_token_file),
+        ):
+            if token is not None and file is not None:
+                raise typer.BadParameter(f"{option} and {option}-file are both given; give one.")
+
     def tokens(self) -> tuple[str | None, str | None]:
         """The token to predict and the one to change tasks, from the options, the files or the environment."""
         return (
@@ -189,6 +198,7 @@ def serve(
     The page is at /, the description of all routes at /docs. Ctrl-C or SIGTERM ends the server after it has answered
     what was asked.
     """
+    access.check()
     _hide_tokens(sys.orig_argv)
     from vit_memory.serving.workers import end_on_signals
 
@@ -261,7 +271,7 @@ def _hide_tokens(command: Sequence[str]) -> None:
     are visible for a fraction of a second; a file or a variable from the start is better, and the help says how.
     """
     kept: list[str] = []
-    found: dict[str, str] = {}
+    hidden: dict[str, str] = {}  # variable -> token
     words = iter(command)
     for word in words:
         option, equals, value = word.partition("=")
@@ -272,16 +282,14 @@ def _hide_tokens(command: Sequence[str]) -> None:
         if value == "-":
             kept += [option, value]
         else:
-            found[_SECRETS[option]] = value
-    if found:
-        os.execve(sys.executable, [sys.executable, *kept[1:]], {**os.environ, **found})
+            hidden[_SECRETS[option]] = value
+    if hidden:
+        os.execve(sys.executable, [sys.executable, *kept[1:]], {**os.environ, **hidden})
 
 
 def _token(option: str, value: str | None, file: Path | None, variable: str) -> str | None:
     from vit_memory.serving.token_places import is_token
 
-    if value is not None and file is not None:
-        raise typer.BadParameter(f"{option} and {option}-file are both given; give one.")
     if file is not None:
         token = file.read_text(encoding="utf-8").strip()
     elif value == "-":

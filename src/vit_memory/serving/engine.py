@@ -98,7 +98,8 @@ class Engine:
         self._preparer = ThreadPoolExecutor(1, "prepare", initializer=_one_torch_thread)
         self._model_thread.start()
         try:
-            await self._loop.run_in_executor(self._preparer, warm_up, [way for way, _ in self._task_set.groups])
+            each = [preprocessing for preprocessing, _ in self._task_set.groups]
+            await self._loop.run_in_executor(self._preparer, warm_up, each)
             await self._prepare(self._task_set, self._task_set.groups or [(None, frozenset())])
             self._queue.run(partial(self._model_thread.prepare_for, self._task_set, self.options.max_batch))
         except BaseException:

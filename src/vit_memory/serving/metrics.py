@@ -34,7 +34,7 @@ STAGES = ("decode", "queue", "compute")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 MOST_TASKS = 1000  # with series of their own; the images of further ones are counted together
 FURTHER_TASKS = "(further tasks)"  # no task can be called so
-STREAMS = ("/v1/events",)  # last as long as the client likes
+STREAMS = ("/v1/events",)  # last until the client or the server ends them
 
 
 def share_between_workers(folder: Path) -> None:
@@ -51,7 +51,7 @@ class Metrics(Observer):
         self._registry = None if self._folder is not None else CollectorRegistry()  # workers: the folder is it
         self._stats: Callable[[], EngineStats] | None = None
         self._attached: frozenset[str] = frozenset()
-        self._tasks: dict[str, Counter] = {}  # with series of their own
+        self._tasks: dict[str, Counter] = {}  # attached ones with series of their own
         self._lock = threading.Lock()
         self._workers = _Workers(self._folder)
         in_all: dict[str, Any] = {"registry": self._registry}
@@ -139,10 +139,11 @@ class Metrics(Observer):
     def _show(self, task_set: TaskSet) -> None:
         with self._lock:
             self._attached = frozenset(task_set.digests)
-            gone = self._tasks.keys() - self._attached
-            if self._folder is None:  # workers keep them: files cannot forget; `_SharedMetrics` leaves them out
-                for task in gone:
-                    del self._tasks[task]
+            for task in self._tasks.keys() - self._attached:
+                del self._tasks[task]  # the limit is for tasks that are attached, not for all names since the start
+                # The files of workers cannot forget a series. They keep about 150 bytes of each, and a task that
+                # returns goes on counting, as a Prometheus counter must. `_SharedMetrics` leaves it out until then.
+                if self._folder is None:
                     self._task_images.remove(task)
         self._workers.show(task_set.version, len(task_set.digests))
 

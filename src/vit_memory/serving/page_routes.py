@@ -72,10 +72,10 @@ def router() -> APIRouter:
 
 
 def _read_files() -> dict[str, _File]:
-    found = {}
+    by_name = {}
     for entry in files("vit_memory.serving").joinpath("web").iterdir():
         media_type = _TYPES.get(entry.name[entry.name.rfind(".") :])
         if media_type is not None:
             content = entry.read_bytes()
-            found[entry.name] = _File(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
-    return found
+            by_name[entry.name] = _File(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    return by_name

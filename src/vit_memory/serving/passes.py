@@ -55,8 +55,8 @@ class Pass:
 def run_pass(parts: Sequence[Part], threads: ComputeThreads) -> Pass:
     """Answer a batch of parts that share a version and an image size. An exception becomes its `error`."""
     task_set = parts[0].request.task_set
-    asked = {name for part in parts for name in part.tasks}
-    names = [name for name in task_set.tasks if name in asked]  # in one order, so that the model knows them again
+    union = {name for part in parts for name in part.tasks}
+    names = [name for name in task_set.tasks if name in union]  # in one order, so that the model knows them again
     check = any(part.request.check_original for part in parts)
     started = time.monotonic()
     try:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import ray.data
+from ray.exceptions import RayError
 
 from vit_memory.data.stored_files import StoredFiles, images_at, is_address
 from vit_memory.errors import DataError, FileError, ServingError, TaskError, VitMemoryError
@@ -98,12 +99,18 @@ def score(job: ScoringJob) -> Iterator[Progress]:
     if not missing:
         return
     digests = {name: model.tasks[name].digest for name in job.names(model)}
-    with connected() as cluster:
-        for row in _rows(job, run, missing, digests, cluster):
-            if row["failure"]:
-                raise ServingError(f"part {row['part']} could not be predicted: {row['failure']}")
-            done, scored, bad = done + row["images"], scored + row["images"], bad + row["bad"]
-            yield Progress(done, len(run.images), bad, scored)
+    try:
+        with connected() as cluster:
+            for row in _rows(job, run, missing, digests, cluster):
+                if row["failure"]:
+                    raise ServingError(f"part {row['part']} could not be predicted: {row['failure']}")
+                done, scored, bad = done + row["images"], scored + row["images"], bad + row["bad"]
+                yield Progress(done, len(run.images), bad, scored)
+    except RayError as error:
+        raise ServingError(
+            f"Ray failed after {done} of {len(run.images)} images: {error}. Start the command again: it predicts the "
+            f"parts that {job.out} does not hold yet."
+        ) from error
     unseen = [part for part in range(run.parts) if part not in run.complete()]
     if unseen:
         raise FileError(
@@ -169,10 +176,11 @@ class Scorer:
         limit_threads(self._job.threads)
         if self._job.folder.is_dir():
             os.chdir(self._job.folder)
-        self._model = model = self._job.open()
+        model = self._job.open()
         for name, digest in self._digests.items():
             if model.tasks[name].digest != digest:
                 raise TaskError(f"task {name!r} is another one than when the command began; start it again.")
+        self._model = model  # after the check: the next part of this actor relies on it
         return model
 
 

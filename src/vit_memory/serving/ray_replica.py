@@ -120,9 +120,9 @@ def named_paths(user_config: object) -> list[Path]:
         case {"tasks": [_, *_] as files, **others} if not others and all(isinstance(file, str) for file in files):
             texts = files
         case _:
-            found = ", ".join(map(str, user_config)) if isinstance(user_config, Mapping) else type(user_config).__name__
+            given = ", ".join(map(str, user_config)) if isinstance(user_config, Mapping) else type(user_config).__name__
             raise ServingError(
-                f'user_config: expected {{"bundle": FOLDER}} or {{"tasks": [FILE, …]}}, found {found or "nothing"}.'
+                f'user_config: expected {{"bundle": FOLDER}} or {{"tasks": [FILE, …]}}, found {given or "nothing"}.'
             )
     return [absolute(text) for text in texts]
 

@@ -31,7 +31,7 @@ from vit_memory.serving.security import LOOPBACK, is_loopback
 from vit_memory.serving.settings import LogFormat, Settings
 from vit_memory.serving.workers import end_on_signals, run_workers
 
-_GRACE_S = 15  # beyond the longest time that a request may take by default
+GRACE_S = 15  # beyond the longest time that a request may take by default
 log = logging.getLogger(__name__)
 
 
@@ -123,7 +123,7 @@ def serve_app(app: FastAPI, plan: ServePlan, listener: socket.socket) -> None:
         server_header=False,
         ws="none",
         http=GuardedConnection,
-        timeout_graceful_shutdown=int(plan.settings.engine.timeout_s) + _GRACE_S,
+        timeout_graceful_shutdown=int(plan.settings.engine.timeout_s) + GRACE_S,
     )
     uvicorn.Server(config).run(sockets=[listener])
 

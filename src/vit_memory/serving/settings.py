@@ -21,7 +21,7 @@ class Limits:
     max_timeout_s: float = 300.0  # the longest `timeout_s` that a request may ask for
     body_timeout_s: float = 60.0  # for a client to send its whole body
     max_listeners: int = 100  # open /v1/events streams
-    stream_s: float | None = None  # after which such a stream ends, and its client asks again; None: when it likes
+    stream_s: float | None = None  # after which such a stream ends, and its client asks again; None: no limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,10 @@ class TaskSet:
             return [(own, ())]
         if len(self.groups) == 1:
             return [(self.groups[0][0], tuple(names))]
-        split = [(how, tuple(name for name in names if name in members)) for how, members in self.groups]
-        return [(how, members) for how, members in split if members]
+        split = [
+            (preprocessing, tuple(name for name in names if name in group)) for preprocessing, group in self.groups
+        ]
+        return [(preprocessing, members) for preprocessing, members in split if members]
 
     def unchanged_in(self, other: "TaskSet") -> frozenset[str]:
         """The tasks that another version has too, as the same objects, with the branches that they stand on."""
@@ -95,10 +97,13 @@ def _in_place(old: Sequence[Item], new: Sequence[Item]) -> list[Item]:
 def _task_set(model: MemoryViT, known_digests: Mapping[str, str]) -> TaskSet:
     graph, default = model.tasks, model.backbone.preprocessing
     digests = {name: known_digests.get(name) or task.digest for name, task in graph.items()}
-    preprocessing = {name: task.record.preprocessing or default for name, task in graph.items()}
-    lines = [f"task {name} {digests[name]} {preprocessing[name]}" for name in digests]
+    by_task = {name: task.record.preprocessing or default for name, task in graph.items()}
+    lines = [f"task {name} {digests[name]} {by_task[name]}" for name in digests]
     lines += [f"branch {name} {digest}" for name, digest in graph.branch_digests.items()]
     version = hashlib.sha256("\n".join([model.backbone.fingerprint, *sorted(lines)]).encode()).hexdigest()[:16]
-    ways = sorted(dict.fromkeys(preprocessing.values()), key=lambda way: way != default)
-    groups = [(way, frozenset(name for name in graph if preprocessing[name] == way)) for way in ways]
-    return TaskSet(version, model, digests, preprocessing, tuple(groups))
+    own_first = sorted(dict.fromkeys(by_task.values()), key=lambda preprocessing: preprocessing != default)
+    groups = [
+        (preprocessing, frozenset(name for name in graph if by_task[name] == preprocessing))
+        for preprocessing in own_first
+    ]
+    return TaskSet(version, model, digests, by_task, tuple(groups))

@@ -24,6 +24,7 @@ export class Explanations {
   }
 }
 
+/** With the preprocessing, which the digest does not cover: it decides what the task sees of the image. */
 function keyOf(image, task) {
-  return `${image.number} ${task.name} ${task.digest}`;
+  return `${image.number} ${task.name} ${task.digest} ${JSON.stringify(task.preprocessing)}`;
 }

@@ -59,6 +59,7 @@ function loadTasks() {
 
 function statusSeen(version) {
   renderSummary(); // the cost of the pass is measured when the server is idle
+  byId("metrics-link").hidden = Boolean(server.token); // a link cannot carry the token, and would show a bare 401
   versionSeen(version);
 }
 

@@ -36,6 +36,7 @@ export class Server {
     this.token = null;
     this.adminToken = null;
     this.asking = null; // the one open question for a token, shared by all requests that wait for it
+    this.declined = false; // the visitor closed that question: only what they do themselves opens it again
   }
 
   async tasks() {
@@ -43,7 +44,7 @@ export class Server {
   }
 
   async status() {
-    return (await this.request("v1/status")).json();
+    return (await this.request("v1/status", {}, { background: true })).json();
   }
 
   /** One image's answers. `blob` is sent as it is: the server decodes what the visitor gave, not a copy. */
@@ -63,19 +64,21 @@ export class Server {
   async put(what, name, file, digest = null) {
     const condition = digest === null ? { "If-None-Match": "*" } : { "If-Match": `"${digest}"` };
     const headers = { "Content-Type": "application/octet-stream", ...condition };
-    await this.request(`v1/${what}/${encodeURIComponent(name)}`, { method: "PUT", body: file, headers }, true);
+    const options = { method: "PUT", body: file, headers };
+    await this.request(`v1/${what}/${encodeURIComponent(name)}`, options, { admin: true });
   }
 
   async remove(what, name, digest) {
     const options = { method: "DELETE", headers: { "If-Match": `"${digest}"` } };
-    await this.request(`v1/${what}/${encodeURIComponent(name)}`, options, true);
+    await this.request(`v1/${what}/${encodeURIComponent(name)}`, options, { admin: true });
   }
 
   async file(what, name) {
     return (await this.request(`v1/${what}/${encodeURIComponent(name)}/file`)).blob();
   }
 
-  async request(path, options = {}, admin = false) {
+  /** `admin`: with the admin token. `background`: sent by the page again and again, without the visitor. */
+  async request(path, options = {}, { admin = false, background = false } = {}) {
     for (;;) {
       const token = admin ? (this.adminToken ?? this.token) : this.token;
       const headers = { Accept: "application/json", ...options.headers };
@@ -92,7 +95,7 @@ export class Server {
       }
       if (response.ok) return response;
       const problem = await readProblem(response);
-      if (response.status !== 401 || admin) throw problem;
+      if (response.status !== 401 || admin || (background && this.declined)) throw problem;
       if (this.token === token && !(await this.newToken(problem))) throw problem;
     }
   }
@@ -102,6 +105,7 @@ export class Server {
     this.asking ??= this.askToken(problem).finally(() => (this.asking = null));
     const token = await this.asking;
     if (token) this.token = token;
+    this.declined = !token;
     return Boolean(token);
   }
 
@@ -124,7 +128,8 @@ export class Server {
   async watch(changed, signal) {
     for (let failures = 0; !signal.aborted; failures++) {
       try {
-        const response = await this.request("v1/events", { headers: { Accept: "text/event-stream" }, signal });
+        const options = { headers: { Accept: "text/event-stream" }, signal };
+        const response = await this.request("v1/events", options, { background: true });
         for await (const event of serverSentEvents(response.body)) {
           failures = 0;
           if (event.type === "tasks") changed(JSON.parse(event.data).version);
