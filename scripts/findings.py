@@ -19,7 +19,7 @@ from vit_memory.errors import VitMemoryError
 from vit_memory.evaluation.reproduce.records import Record, RecordFolder
 from vit_memory.evaluation.statistics import difference
 from vit_memory.report.experiments import evidence_of
-from vit_memory.report.experiments.accuracy import main_comparison
+from vit_memory.report.experiments.accuracy import UNMASKED, is_ablation, main_comparison
 from vit_memory.report.experiments.evidence import Comparison, percent, points
 from vit_memory.report.experiments.summary import forgotten
 from vit_memory.report.experiments.together import extended_and_alone
@@ -90,6 +90,20 @@ class Findings:
     def steps(self, method: str) -> str:
         """Optimiser steps of a method's trainings."""
         return self.main.steps(method)
+
+    def missing(self) -> str:
+        """The experiments that have no records yet."""
+        trained = self.evidence.of_kind("training")
+        recorded = {
+            "unmasked memory": bool(self.main.of(UNMASKED)),
+            "full fine-tuning": bool(self.main.of("full")),
+            "tasks put together": bool(self.evidence.of_kind("concatenation")),
+            "tasks that extend others": any(record.identity["extends"] for record in trained),
+            "tasks that arrive one after another": bool(self.evidence.of_kind("continual")),
+            "fewer images": len({record.identity["per_class"] for record in trained}) > 1,
+            "variants of memory": any(is_ablation(record.identity["method"]) for record in trained),
+        }
+        return ", ".join(name for name, has_records in recorded.items() if not has_records) or "nothing"
 
     def together(self, method: str, what: str) -> str:
         """Of tasks that were trained apart and put together.
