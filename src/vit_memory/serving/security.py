@@ -114,10 +114,18 @@ def _check_origin(request: Request, settings: Settings) -> None:
     """Without tokens a browser's requests need no secret, so those that other sites cause are refused."""
     if settings.token is not None or request.method in ("GET", "HEAD", "OPTIONS"):
         return
-    origin = request.headers.get("origin")
-    if origin is None or origin in settings.cors or urlsplit(origin).netloc == request.headers.get("host"):
+    origin, host = request.headers.get("origin"), request.headers.get("host")
+    if origin is None or origin in settings.cors or (host and _network_location(origin) == host):
         return
     raise ProblemError(403, "pages of other sites may not use this server; allow one with --cors ORIGIN.")
+
+
+def _network_location(origin: str) -> str:
+    """Host and port of an Origin header; empty if it has none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _host_name(host: str) -> str:
