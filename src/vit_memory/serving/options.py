@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from vit_memory.data.decoding import LARGEST_PIXELS
 from vit_memory.errors import ServingError
 
 
@@ -22,6 +23,11 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ServingError(f"{name} is {value}; expected 1 or more.")
+        if self.max_pixels > LARGEST_PIXELS:
+            raise ServingError(
+                f"max_pixels is {self.max_pixels}; images of more than {LARGEST_PIXELS} pixels are never decoded, so "
+                f"expected at most that."
+            )
         if not self.max_wait_ms >= 0:
             raise ServingError(f"max_wait_ms is {self.max_wait_ms:g}; expected 0 or more milliseconds.")
         if not self.timeout_s > 0:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from vit_memory.errors import ServingError
 from vit_memory.serving.problems import ProblemError
 from vit_memory.serving.settings import Settings
 from vit_memory.serving.state import state_of
@@ -88,6 +89,15 @@ def check_host(host: str, settings: Settings) -> ProblemError | None:
         "this server answers to its own address only, because it has no token. Start it with a token, or with "
         "--insecure.",
     )
+
+
+def check_cors(settings: Settings) -> None:
+    """Raise ServingError if pages of all sites may call a server where nothing is secret."""
+    if "*" in settings.cors and settings.token is None:
+        raise ServingError(
+            "--cors '*' allows pages of every site to call, and without a token nothing keeps them from using this "
+            "server. Set a token (VIT_MEMORY_TOKEN, --token-file), or name the origins: --cors https://their.example."
+        )
 
 
 def is_loopback(host: str) -> bool:
