@@ -2,6 +2,7 @@
 
 import base64
 import json
+import threading
 import zlib
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from http_builders import IMAGE, as_json, check_problem, client_of, fits, predic
 
 from vit_memory import MemoryViT
 from vit_memory.predictions import predictions
+from vit_memory.serving import predict_routes
 from vit_memory.serving.openapi import SCHEMAS
 
 
@@ -130,6 +132,37 @@ def test_attention_is_explained_block_by_block_and_sums_to_one(client):
         parts += [*block["ancestors"].values(), *block["ancestor_memory"].values(), *block["patches"]]
         assert sum(parts) == pytest.approx(1, abs=1e-3)
         assert set(block["ancestors"]) == set(block["ancestor_memory"]) == {"pets"}
+
+
+def test_more_explanations_than_allowed_are_refused_before_an_image_is_decoded(client):
+    images = [jpeg(i) for i in range(33)]
+    body = as_json(*images, explain=["child", "pets"])
+    record = check_problem(client.post("/v1/predict", json=body), 400)
+    assert (record["limit"], "2 tasks to explain for 33 images are 66" in record["detail"]) == (64, True)
+    assert client.get("/v1/tasks").json()["limits"]["max_explained"] == 64
+    allowed = as_json(*images[:32], explain=["child", "pets", "pets"], tasks=[])
+    assert all(len(image["explanations"]) == 2 for image in answers(client.post("/v1/predict", json=allowed)))
+
+
+@pytest.mark.parametrize(
+    ("images", "options", "in_a_thread"),
+    [(1, {}, False), (1, {"explain": "child"}, False), (64, {}, True), (1, {"tasks": "wide"}, True)],
+)
+def test_large_answers_are_built_beside_the_event_loop(monkeypatch, images, options, in_a_thread):
+    threads = []
+    build = predict_routes.answer_json
+
+    def watched(*arguments):
+        threads.append(threading.current_thread().name)
+        return build(*arguments)
+
+    monkeypatch.setattr(predict_routes, "answer_json", watched)
+    wide = task("wide", kind="multi-label", labels=[str(i) for i in range(6000)])
+    with client_of(MemoryViT(backbone(), [*zoo()[:4], wide])) as client:
+        options = {"tasks": "pets,parts,height,child", **options}
+        files = [("image", (f"{i}.jpg", jpeg(i))) for i in range(images)]
+        assert len(answers(client.post("/v1/predict", files=files, params=options))) == images
+    assert {name.startswith("asyncio_") for name in threads} == {in_a_thread}
 
 
 def test_a_task_without_attention_of_its_own_is_a_400(client):
