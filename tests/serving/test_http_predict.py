@@ -1,6 +1,7 @@
 """POST /v1/predict: the model's own answers, however an image is sent, and every image's error in its own place."""
 
 import base64
+import io
 import json
 import threading
 import zlib
@@ -9,13 +10,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_builders import as_input, backbone, jpeg, model_of, task
+from engine_builders import PREPROCESSING, as_input, backbone, jpeg, model_of, task
 from http_builders import IMAGE, as_json, check_problem, client_of, fits, predict, zoo
+from PIL import Image
 
 from vit_memory import MemoryViT
+from vit_memory.data.decoding import Encoded
 from vit_memory.predictions import predictions
 from vit_memory.serving import predict_routes
 from vit_memory.serving.openapi import SCHEMAS
+from vit_memory.serving.options import EngineOptions
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +121,41 @@ def test_an_image_with_more_pixels_than_allowed_is_a_422_before_it_is_decoded(cl
     size = (7500).to_bytes(4, "big") * 2
     bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size + b"\x08\x02\0\0\0") + chunk(b"IDAT", zlib.compress(bytes(99)))
     assert "7500 × 7500" in check_problem(predict(client, bomb), 422)["detail"]
+
+
+def picture(width, height):
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), "red").save(file, "PNG")
+    return file.getvalue()
+
+
+# How a task's images are preprocessed, the size of an image, and why it is refused.
+SIZES = {
+    "narrow, resized by its shorter side": ({"resize": 256, "crop": (32, 32)}, (10, 15_000), "resized to 384000 × 256"),
+    "large, without a fixed size": ({"resize": None}, (1025, 1024), "more than the limit of 1048576"),
+    "long, resized by its shorter side": ({"resize": 64}, (65, 20_000), "more than the limit of 1048576"),
+    "smaller than a patch": ({"resize": None}, (40, 3), "3 × 40 pixels after preprocessing: smaller than one patch"),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_an_image_of_a_size_that_is_not_taken_is_a_422_before_it_is_decoded(case, monkeypatch):
+    changes, size, reason = SIZES[case]
+    model = MemoryViT(backbone(), [task("odd", replace(PREPROCESSING, **changes)), task("pets")])
+    with client_of(model) as client:
+        assert list(answers(predict(client, picture(40, 30)))[0]["tasks"]) == ["odd", "pets"]
+        content = picture(*size)
+        with monkeypatch.context() as patched:
+            patched.setattr(Encoded, "decode", None)
+            assert reason in check_problem(predict(client, content, params={"tasks": "odd"}), 422)["detail"]
+        assert client.get("/v1/status").json()["refused"] == {"bad image": 1}
+        assert predict(client).status_code == 200
+
+
+def test_a_limit_of_pixels_below_the_size_of_the_model_refuses_no_small_image():
+    with client_of(model_of("one"), engine=EngineOptions(max_pixels=900)) as client:
+        assert predict(client, picture(30, 30)).status_code == 200, "it is resized to 32 × 32"
+        check_problem(predict(client, picture(31, 30)), 422)
 
 
 def test_attention_is_explained_block_by_block_and_sums_to_one(client):

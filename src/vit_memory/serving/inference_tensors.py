@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vit_memory.serving.image_input import LARGEST_FREE_SIZE
 from vit_memory.serving.json_body import JsonLimits, parse_json_body
 from vit_memory.serving.problems import ProblemError
 
@@ -27,7 +28,6 @@ JSON_LIMITS = JsonLimits(
     groups=100_000,  # a nested tensor of 224 × 224 pixels and 16 images has 11,000 rows
     advice="send tensors of that size as binary data (parameter binary_data_size)",
 )
-LARGEST_FREE_SIZE = 2**20  # pixels of an image, where a task has no fixed size: attention costs their square
 LONGEST_ID = 256
 
 

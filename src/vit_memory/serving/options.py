@@ -16,7 +16,7 @@ class EngineOptions:
     decode_threads: int | None = None  # default: one per core, at most 8
     threads: int | None = None  # that compute; default: torch's number
     timeout_s: float = 30.0  # deadline of a request that names none
-    max_pixels: int = 50_000_000  # of an image, before resizing
+    max_pixels: int = 50_000_000  # of an image, before and after resizing
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_queue", "decode_threads", "threads", "max_pixels"):
