@@ -84,6 +84,12 @@ def test_options_in_the_body_come_before_those_in_the_query(client):
     assert len(image["tasks"]["child"]["top"]) == 2
 
 
+def test_a_whole_number_may_be_written_with_a_decimal_point(client):
+    (image,) = answers(client.post("/v1/predict", json=as_json(jpeg(), tasks=["child"], top_k=2.0)))
+    assert len(image["tasks"]["child"]["top"]) == 2
+    check_problem(client.post("/v1/predict", json=as_json(jpeg(), top_k=2.5)), 400)
+
+
 def test_a_request_may_ask_for_the_original_output_alone(client):
     (image,) = answers(predict(client, params={"tasks": "", "check_original": "true"}))
     assert image["tasks"] == {}

@@ -54,6 +54,12 @@ class PredictOptions(BaseModel):
             return [part for name in names for part in name.split(",") if part]
         return names
 
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _whole(cls, number: Any) -> Any:
+        """In JSON, and in the description of this server, 5.0 is a whole number."""
+        return int(number) if isinstance(number, float) and number.is_integer() else number
+
 
 class NamedImage(BaseModel):
     """An image of a JSON body with a name of its own."""
