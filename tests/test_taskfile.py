@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from vit_memory import (
     save_task,
 )
 from vit_memory.files.card import card, facts
+from vit_memory.files.container import parse_json
 
 VIT_B = BackboneIdentity("google/vit-base-patch32-224-in21k", "vit", 768, 12, 12, "ab" * 32)
 
@@ -219,6 +221,14 @@ def test_a_killed_writer_leaves_the_old_file_or_the_new_one(tmp_path):
     assert kills == 50
     assert versions == 2, "both versions were seen, so some kills were between writes"
     assert files > 1, "some kills were inside writes"
+
+
+def test_a_repeated_key_among_many_is_found_in_one_pass():
+    text = json.dumps({str(i): i for i in range(95_000)})[:-1] + ', "94999": 0}'
+    started = time.process_time()
+    with pytest.raises(ValueError, match="key '94999' is given twice"):
+        parse_json(text)
+    assert time.process_time() - started < 5, "comparing every key with every other takes minutes"
 
 
 def test_a_card_lists_labels_size_and_metrics(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import subprocess
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,34 @@ def test_an_odd_image_is_decoded_to_what_a_viewer_shows(name, decoder):
     expected = corners(torch.from_numpy(np.array(shown)).permute(2, 0, 1))
     for actual, colour in zip(corners(pixels), expected, strict=True):
         assert np.abs(np.subtract(actual, colour)).max() <= 4, (name, corners(pixels), expected)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_image_of_several_strips_has_the_pixels_of_the_whole(name, monkeypatch):
+    whole = decode(ODD[name](), name)
+    monkeypatch.setattr(decoding, "_STRIP_PIXELS", 5 * 64)  # 48 rows are nine strips of five, and one of three
+    assert torch.equal(decode(ODD[name](), name), whole)
+
+
+DECODE_LARGE = """
+import resource, sys
+from vit_memory.data.decoding import decode
+content = open(sys.argv[1], "rb").read()
+decode(open(sys.argv[2], "rb").read(), "small")  # what is loaded at the first image
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+decode(content, "large")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the unit of ru_maxrss differs")
+@pytest.mark.parametrize("mode", ["RGBA", "RGB"])
+def test_decoding_takes_little_more_memory_than_the_image_in_pillow_and_the_result(mode, tmp_path):
+    for name, side in {"large": 5000, "small": 10}.items():
+        (tmp_path / name).write_bytes(encoded(Image.new(mode, (side, side), "red"), "PNG", compress_level=1))
+    words = [sys.executable, "-c", DECODE_LARGE, str(tmp_path / "large"), str(tmp_path / "small")]
+    run = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert 1024 * int(run.stdout) < 9 * 5000**2, "four bytes of a pixel in Pillow, three in the result, and strips"
 
 
 @pytest.mark.parametrize("name", BAD)

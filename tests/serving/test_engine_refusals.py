@@ -192,6 +192,7 @@ def test_an_observer_that_fails_disturbs_no_answer(caplog):
     ("options", "reason"),
     [
         ({"max_batch": 0}, "max_batch is 0; expected 1 or more"),
+        ({"max_pixels": 100_000_001}, "max_pixels is 100000001; images of more than 100000000 pixels are never"),
         ({"max_wait_ms": -1}, "max_wait_ms is -1"),
         ({"timeout_s": float("nan")}, "timeout_s is nan"),
     ],

@@ -84,6 +84,7 @@ def test_the_limits_that_are_told_are_the_defaults():
     assert rows["--max-queue"] == str(engine.max_queue)
     assert rows["--timeout-s"] == f"{engine.timeout_s:g}"
     for fact in (
+        f"{limits.max_explained} explanations in a request",
         f"{limits.max_file_bytes // 2**20} MB for a task file",
         f"{limits.max_bodies_bytes // 2**30} GB for all bodies",
         f"{limits.max_requests} requests at once",

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from engine_builders import HeldPasses, backbone, jpeg
+from engine_builders import HeldPasses, backbone, jpeg, model_of
 from http_builders import IMAGE, check_problem, zoo
 from live_server import live
 
@@ -191,6 +191,55 @@ def test_headers_have_a_limit_and_a_time_and_large_bodies_have_neither(monkeypat
                 assert client.get("/v1/tasks").status_code == 200
             time.sleep(1.5)
             assert client.get("/v1/tasks").status_code == 200
+
+
+ASKED = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+UNREAD = head(Content_Length=10**9)
+# What a client sends, the statuses it gets, and what it sends afterwards, in pieces with pauses.
+HELD = {
+    "the beginning of a second head": (ASKED, [200], [b"G"]),
+    "an empty line": (ASKED, [200], [b"\r\n"]),
+    "a head that never ends": (ASKED, [200], [b"GET / HTTP/1.1\r\nX: ", *[b"x"] * 100]),
+    "the beginning of a head after many requests": (ASKED * 3, [200] * 3, [b"GET"]),
+    "a body that nobody reads": (UNREAD, [413], [b"x"] * 100),
+    "an end of a body that nobody reads": (head(Content_Length=MAX_BODY + 1), [413], [bytes(MAX_BODY + 1)]),
+}
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_a_client_that_does_not_finish_cannot_hold_a_connection_after_an_answer(case, monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 1.0)
+    first, statuses, later = HELD[case]
+    settings = Settings(limits=Limits(max_body_bytes=MAX_BODY))
+    with live(create_app(model_of("one"), settings), http=connections.GuardedConnection) as url:
+        with connect(url) as connection:
+            connection.sendall(first)
+            received = b""
+            while received.count(b"HTTP/1.1 ") < len(statuses) or not received.endswith(b"}"):
+                received += connection.recv(65536)
+            assert [int(part[:3]) for part in received.split(b"HTTP/1.1 ")[1:]] == statuses
+            started = time.monotonic()
+            connection.settimeout(0.2)
+            with contextlib.suppress(ConnectionError):  # it was closed while the client still sent
+                for piece in later:
+                    connection.sendall(piece)
+                    with contextlib.suppress(TimeoutError):
+                        assert connection.recv(65536) == b""
+                        break
+                connection.settimeout(15)
+                assert connection.recv(65536) == b""
+            assert time.monotonic() - started < 15
+        assert httpx.get(f"{url}/v2/health/live").status_code == 200
+
+
+def test_the_beginning_of_a_second_request_does_not_end_the_first(monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.5)
+    app = create_app(model_of("one"), Settings(engine=PATIENT))
+    with live(app, http=connections.GuardedConnection) as url, connect(url) as connection:
+        slow = head(Content_Length=len(jpeg())).replace(b"/v1/predict", b"/v1/predict?timeout_s=2") + jpeg()
+        connection.sendall(slow + b"G")
+        assert answer_of(connection)[0] == 504
+        assert connection.recv(65536) == b"", "closed, since the second one never came"
 
 
 def test_events_tell_of_every_change_and_have_a_limit():

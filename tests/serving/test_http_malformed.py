@@ -13,6 +13,7 @@ from builders import tiny_backbone, trained
 from vit_memory.files.container import container_bytes, read_container
 from vit_memory.files.taskfile import task_bytes
 from vit_memory.serving.logs import configure_logs
+from vit_memory.serving.predict_body import PredictJson
 
 JSON = {"content-type": "application/json"}
 FORM = {"content-type": "multipart/form-data; boundary=b"}
@@ -36,7 +37,7 @@ CASES = {
     "json nested deeply": (400, PREDICT, b"[" * 100_000, JSON, {}),
     "json with a key twice": (400, PREDICT, b'{"images": ["eA=="], "images": ["eA=="]}', JSON, {}),
     "json with NaN": (400, PREDICT, b'{"images": ["eA=="], "timeout_s": NaN}', JSON, {}),
-    "json with half a character": (404, PREDICT, b'{"images": ["eA=="], "tasks": ["\\ud800"]}', JSON, {}),
+    "json with half a character": (400, PREDICT, b'{"images": ["eA=="], "tasks": ["\\ud800"]}', JSON, {}),
     "json without images": (400, PREDICT, b'{"tasks": ["pets"]}', JSON, {}),
     "no image in the list": (400, PREDICT, b'{"images": []}', JSON, {}),
     "an image that is a number": (400, PREDICT, b'{"images": [1]}', JSON, {}),
@@ -115,6 +116,36 @@ def test_malformed_input_gets_its_status_and_the_next_request_is_served(client, 
     assert str(folder.parent) not in record["detail"], "no paths of the server's machine"
     assert client.get("/v1/tasks").json() == before
     assert predict(client).status_code == 200
+
+
+MANY = {
+    "images": b'{"images": [' + b"1," * 30_000 + b"1]}",
+    "images of a body that is parsed in a thread": b'{"images": [' + b"1," * 2**20 + b"1]}",
+    "names of tasks": b'{"images": ["eA=="], "tasks": "' + b"pets," * 30_000 + b'"}',
+    "tasks to explain": json.dumps({"images": ["eA=="], "explain": ["child"] * 30_000}).encode(),
+    "unknown keys": json.dumps({str(i): 0 for i in range(30_000)}).encode(),
+    "groups": b'{"images": ' + b"[" * 30_000 + b"]" * 30_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("case", MANY)
+def test_a_body_of_too_many_items_is_refused_before_they_become_objects(client, case, monkeypatch):
+    monkeypatch.setattr(PredictJson, "model_validate", None)
+    record = check_problem(client.post("/v1/predict", content=MANY[case], headers=JSON), 400)
+    assert "values or 11024 lists; send at most 64 images" in record["detail"]
+
+
+@pytest.mark.parametrize("body", [{"tasks": ["x" * 2**19]}, {"explain": "x" * 2**19}, {"x" * 2**19: 1}])
+def test_a_long_text_in_place_of_a_name_is_refused_without_being_compared_or_repeated(client, body):
+    response = client.post("/v1/predict", json={"images": ["eA=="], **body})
+    check_problem(response, 400)
+    assert len(response.content) < 2000
+
+
+def test_as_many_images_as_allowed_with_names_and_types_are_no_too_many_items(client):
+    image = {"name": "a, b [1].jpg", "data": "data:image/jpeg;base64," + as_json(jpeg())["images"][0]}
+    response = client.post("/v1/predict", json={"images": [image] * 64, "tasks": ["pets"]})
+    assert [one["name"] for one in response.json()["images"]] == ["a, b [1].jpg"] * 64
 
 
 def test_a_wrong_method_is_told_all_methods_of_the_path(client):

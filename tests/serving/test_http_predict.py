@@ -1,19 +1,25 @@
 """POST /v1/predict: the model's own answers, however an image is sent, and every image's error in its own place."""
 
 import base64
+import io
 import json
+import threading
 import zlib
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from engine_builders import as_input, backbone, jpeg, model_of, task
+from engine_builders import PREPROCESSING, as_input, backbone, jpeg, model_of, task
 from http_builders import IMAGE, as_json, check_problem, client_of, fits, predict, zoo
+from PIL import Image
 
 from vit_memory import MemoryViT
+from vit_memory.data.decoding import Encoded
 from vit_memory.predictions import predictions
+from vit_memory.serving import predict_routes
 from vit_memory.serving.openapi import SCHEMAS
+from vit_memory.serving.options import EngineOptions
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +84,12 @@ def test_options_in_the_body_come_before_those_in_the_query(client):
     assert len(image["tasks"]["child"]["top"]) == 2
 
 
+def test_a_whole_number_may_be_written_with_a_decimal_point(client):
+    (image,) = answers(client.post("/v1/predict", json=as_json(jpeg(), tasks=["child"], top_k=2.0)))
+    assert len(image["tasks"]["child"]["top"]) == 2
+    check_problem(client.post("/v1/predict", json=as_json(jpeg(), top_k=2.5)), 400)
+
+
 def test_a_request_may_ask_for_the_original_output_alone(client):
     (image,) = answers(predict(client, params={"tasks": "", "check_original": "true"}))
     assert image["tasks"] == {}
@@ -117,6 +129,41 @@ def test_an_image_with_more_pixels_than_allowed_is_a_422_before_it_is_decoded(cl
     assert "7500 × 7500" in check_problem(predict(client, bomb), 422)["detail"]
 
 
+def picture(width, height):
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), "red").save(file, "PNG")
+    return file.getvalue()
+
+
+# How a task's images are preprocessed, the size of an image, and why it is refused.
+SIZES = {
+    "narrow, resized by its shorter side": ({"resize": 256, "crop": (32, 32)}, (10, 15_000), "resized to 384000 × 256"),
+    "large, without a fixed size": ({"resize": None}, (1025, 1024), "more than the limit of 1048576"),
+    "long, resized by its shorter side": ({"resize": 64}, (65, 20_000), "more than the limit of 1048576"),
+    "smaller than a patch": ({"resize": None}, (40, 3), "3 × 40 pixels after preprocessing: smaller than one patch"),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_an_image_of_a_size_that_is_not_taken_is_a_422_before_it_is_decoded(case, monkeypatch):
+    changes, size, reason = SIZES[case]
+    model = MemoryViT(backbone(), [task("odd", replace(PREPROCESSING, **changes)), task("pets")])
+    with client_of(model) as client:
+        assert list(answers(predict(client, picture(40, 30)))[0]["tasks"]) == ["odd", "pets"]
+        content = picture(*size)
+        with monkeypatch.context() as patched:
+            patched.setattr(Encoded, "decode", None)
+            assert reason in check_problem(predict(client, content, params={"tasks": "odd"}), 422)["detail"]
+        assert client.get("/v1/status").json()["refused"] == {"bad image": 1}
+        assert predict(client).status_code == 200
+
+
+def test_a_limit_of_pixels_below_the_size_of_the_model_refuses_no_small_image():
+    with client_of(model_of("one"), engine=EngineOptions(max_pixels=900)) as client:
+        assert predict(client, picture(30, 30)).status_code == 200, "it is resized to 32 × 32"
+        check_problem(predict(client, picture(31, 30)), 422)
+
+
 def test_attention_is_explained_block_by_block_and_sums_to_one(client):
     (image,) = answers(predict(client, params={"explain": "child,pets", "tasks": "child"}))
     assert list(image["explanations"]) == ["child", "pets"]
@@ -130,6 +177,37 @@ def test_attention_is_explained_block_by_block_and_sums_to_one(client):
         parts += [*block["ancestors"].values(), *block["ancestor_memory"].values(), *block["patches"]]
         assert sum(parts) == pytest.approx(1, abs=1e-3)
         assert set(block["ancestors"]) == set(block["ancestor_memory"]) == {"pets"}
+
+
+def test_more_explanations_than_allowed_are_refused_before_an_image_is_decoded(client):
+    images = [jpeg(i) for i in range(33)]
+    body = as_json(*images, explain=["child", "pets"])
+    record = check_problem(client.post("/v1/predict", json=body), 400)
+    assert (record["limit"], "2 tasks to explain for 33 images are 66" in record["detail"]) == (64, True)
+    assert client.get("/v1/tasks").json()["limits"]["max_explained"] == 64
+    allowed = as_json(*images[:32], explain=["child", "pets", "pets"], tasks=[])
+    assert all(len(image["explanations"]) == 2 for image in answers(client.post("/v1/predict", json=allowed)))
+
+
+@pytest.mark.parametrize(
+    ("images", "options", "in_a_thread"),
+    [(1, {}, False), (1, {"explain": "child"}, False), (64, {}, True), (1, {"tasks": "wide"}, True)],
+)
+def test_large_answers_are_built_beside_the_event_loop(monkeypatch, images, options, in_a_thread):
+    threads = []
+    build = predict_routes.answer_json
+
+    def watched(*arguments):
+        threads.append(threading.current_thread().name)
+        return build(*arguments)
+
+    monkeypatch.setattr(predict_routes, "answer_json", watched)
+    wide = task("wide", kind="multi-label", labels=[str(i) for i in range(6000)])
+    with client_of(MemoryViT(backbone(), [*zoo()[:4], wide])) as client:
+        options = {"tasks": "pets,parts,height,child", **options}
+        files = [("image", (f"{i}.jpg", jpeg(i))) for i in range(images)]
+        assert len(answers(client.post("/v1/predict", files=files, params=options))) == images
+    assert {name.startswith("asyncio_") for name in threads} == {in_a_thread}
 
 
 def test_a_task_without_attention_of_its_own_is_a_400(client):

@@ -177,7 +177,7 @@ def test_a_server_without_a_token_answers_to_its_own_names_only():
 
 def test_pages_of_other_sites_cannot_use_a_server_without_a_token():
     with client_of(model_of("one")) as client:
-        for origin in ("http://evil.example", "null", "http://testserver.evil.example"):
+        for origin in ("http://evil.example", "null", "http://testserver.evil.example", "http://[", "http://[::1"):
             other = {**IMAGE, "origin": origin}
             check_problem(client.post("/v1/predict", content=jpeg(), headers=other), 403)
             check_problem(client.delete("/v1/tasks/one", headers={"origin": origin}), 403)

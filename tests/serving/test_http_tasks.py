@@ -12,8 +12,10 @@ from builders import trained_branch
 from vit_memory import Bundle, FileError, load_task
 from vit_memory.files import manifest
 from vit_memory.files.branchfile import branch_bytes
-from vit_memory.files.taskfile import task_bytes
+from vit_memory.files.taskfile import task_bytes, task_from_bytes
+from vit_memory.serving import task_routes
 from vit_memory.serving.app import create_app
+from vit_memory.serving.task_store import TaskStore
 
 
 @pytest.fixture
@@ -80,6 +82,41 @@ def test_a_downloaded_file_is_the_task(folder, tmp_path):
         assert client.put("/v1/tasks/half", content=task_bytes(half)).status_code == 201
         assert client.get("/v1/tasks/half/file").content == task_bytes(half), "it stays float16"
         assert client.get("/v1/tasks/half").json()["size_bytes"] < len(task_bytes(half))
+
+
+def test_a_file_that_is_replaced_during_its_download_has_the_digest_of_what_is_sent(monkeypatch):
+    old, new = file_of("one"), file_of("one", shift=0.1)
+    write = task_routes.task_bytes
+    with client_of(model_of("one")) as client:
+
+        def write_slowly(item):
+            monkeypatch.setattr(task_routes, "task_bytes", write)  # the upload writes the file, too
+            assert client.put("/v1/tasks/one", content=new).status_code == 200
+            return write(item)
+
+        monkeypatch.setattr(task_routes, "task_bytes", write_slowly)
+        during, after = (client.get("/v1/tasks/one/file") for _ in range(2))
+        etags = [response.headers["etag"] for response in (during, after)]
+        assert [during.content, after.content] == [old, new]
+        assert etags == [f'"{task_from_bytes(bytearray(file), "one").digest}"' for file in (old, new)]
+        assert client.get("/v1/tasks/one").headers["etag"] == etags[1]
+
+
+def test_the_bytes_of_an_upload_count_as_held_until_its_task_is_served(monkeypatch):
+    put = TaskStore.put
+    held = []
+    with client_of(model_of("one")) as client:
+        bodies = client.app.state.server.bodies
+
+        async def watched(store, *arguments):
+            held.append(bodies.used)
+            return await put(store, *arguments)
+
+        monkeypatch.setattr(TaskStore, "put", watched)
+        late = file_of("late")
+        assert client.put("/v1/tasks/late", content=late).status_code == 201
+        assert held == [len(late)]
+        assert bodies.used == 0
 
 
 def test_if_match_and_if_none_match_guard_against_lost_updates(folder):

@@ -292,13 +292,13 @@ def test_malformed_tensors_are_refused_with_400_and_the_reason(http, fault):
 
 
 BODY_FAULTS = {
-    "empty": (b"", {}, "not a JSON request"),
-    "not JSON": (b"{", {}, "not a JSON request"),
+    "empty": (b"", {}, "not valid JSON"),
+    "not JSON": (b"{", {}, "not valid JSON"),
     "no object": (b"[]", {}, "not a JSON object"),
-    "not text": (b"\xff\xfe", {}, "not a JSON request"),
+    "not text": (b"\xff\xfe", {}, "not valid JSON"),
     "key twice": (b'{"inputs": 1, "inputs": 2}', {}, "given twice"),
     "not a number": (b'{"inputs": NaN}', {}, "NaN is not valid JSON"),
-    "nested deeply": (b'{"inputs": ' + nested(50_000) + b"}", {}, "not a JSON request"),
+    "nested deeply": (b'{"inputs": ' + nested(50_000) + b"}", {}, "not valid JSON"),
     "too many lists": (b'{"inputs": [' + b"[]," * 200_000 + b"[]]}", {}, "more than"),
     "many values": (b'{"inputs": [' + b"0," * 400_000 + b"0]}", {}, "'inputs' must be a list of JSON objects"),
     "length is no number": (b"{}", {"Inference-Header-Content-Length": "x"}, "Inference-Header-Content-Length is 'x'"),

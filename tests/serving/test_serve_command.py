@@ -10,8 +10,8 @@ import httpx
 import psutil
 import pytest
 from command_server import START_S, started, wait
-from engine_builders import jpeg
-from http_builders import ADMIN, IMAGE, TOKEN, bearer
+from engine_builders import jpeg, model_of
+from http_builders import ADMIN, IMAGE, TOKEN, bearer, client_of
 from typer.testing import CliRunner
 
 from builders import trained
@@ -20,6 +20,7 @@ from vit_memory.cli import app
 from vit_memory.errors import ServingError
 from vit_memory.files.taskfile import task_bytes
 from vit_memory.serving import server, workers
+from vit_memory.serving.app import create_app
 from vit_memory.serving.server import ServePlan
 from vit_memory.serving.settings import Settings
 
@@ -70,6 +71,20 @@ def test_listening_for_other_machines_without_a_token_is_refused_unless_insecure
     assert plan_of("--host", host, "--insecure").host == host
     assert plan_of("--host", host, "--token", TOKEN).host == host
     assert plan_of("--host", "127.0.0.1").settings.token is None
+
+
+def test_pages_of_all_sites_may_call_only_a_server_with_a_token(plan_of):
+    for words in ([], ["--admin-token", ADMIN], ["--insecure"], ["--cors", "https://a.example"]):
+        with pytest.raises(ServingError, match="Set a token"):
+            plan_of("--cors", "*", *words)
+    with pytest.raises(ServingError, match="Set a token"):
+        create_app(model_of("one"), Settings(cors=("*",)))
+    assert plan_of("--cors", "*", "--token", TOKEN).settings.cors == ("*",)
+    page = {**IMAGE, "origin": "https://any.example"}
+    with client_of(model_of("one"), cors=("*",), tokens=(TOKEN, None)) as client:
+        posted = client.post("/v1/predict", content=jpeg(), headers={**page, **bearer(TOKEN)})
+        assert (posted.status_code, posted.headers["access-control-allow-origin"]) == (200, "*")
+        assert client.post("/v1/predict", content=jpeg(), headers=page).status_code == 401
 
 
 def test_tokens_come_from_options_stdin_files_or_the_environment(plan_of, tmp_path, monkeypatch):

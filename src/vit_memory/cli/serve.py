@@ -82,7 +82,9 @@ class LimitOptions:
         float, typer.Option(min=0.001, help="Megabytes of a prediction's body.", rich_help_panel=_LIMITS)
     ] = 64
     max_images: Annotated[int, typer.Option(min=1, help="Images per request.", rich_help_panel=_LIMITS)] = 64
-    max_pixels: Annotated[int, typer.Option(min=1, help="Pixels of an image.", rich_help_panel=_LIMITS)] = 50_000_000
+    max_pixels: Annotated[
+        int, typer.Option(min=1, help="Pixels of an image, at most 100 million.", rich_help_panel=_LIMITS)
+    ] = 50_000_000
     max_queue: Annotated[
         int, typer.Option(min=1, help="Images that wait; more are refused with 503.", rich_help_panel=_LIMITS)
     ] = 256

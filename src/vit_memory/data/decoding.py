@@ -27,6 +27,7 @@ FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF")
 _EXTENSIONS = "jpg jpeg jpe jfif mpo png gif webp avif bmp tif tiff ppm pgm pbm pnm"
 EXTENSIONS = frozenset(f".{extension}" for extension in _EXTENSIONS.split())
 LARGEST_PIXELS = 100_000_000  # 300 MB of RGB; a few kilobytes of PNG can claim a thousand times that
+_STRIP_PIXELS = 2**20  # 4 MB in Pillow; most images are one strip
 _ORIENTATION = 0x0112
 # An entry of warnings.filters for all of Pillow's modules; the comment in its pattern makes it unique.
 _IGNORE_PILLOW = ("ignore", None, Warning, re.compile(r"PIL\.(?#vit_memory)"), 0)
@@ -109,11 +110,25 @@ def _pixels(image: Image.Image, encoded: bytes, at_least: tuple[int, int] | None
         return _to_8_bit(np.asarray(image))
     if image.mode in ("1", "L"):
         return np.array(image.convert("L"))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        background = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(background, image)
-    return np.array(image.convert("RGB"))
+    return _on_white(image)
+
+
+def _on_white(image: Image.Image) -> np.ndarray:
+    """(H, W, 3) uint8 of an image in colour, what is transparent composited on white.
+
+    In strips: Pillow's copies of a whole image would take up to seven times the memory of the result.
+    """
+    transparent = image.has_transparency_data
+    image.load()
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    rows = max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(top + rows, image.height)))
+        if transparent:
+            strip = strip.convert("RGBA")
+            strip = Image.alpha_composite(Image.new("RGBA", strip.size, "white"), strip)
+        pixels[top : top + rows] = np.asarray(strip.convert("RGB"))
+    return pixels
 
 
 def _decode_with_simplejpeg(simplejpeg: Any, image: Image.Image, encoded: bytes, factor: int) -> np.ndarray:

@@ -143,10 +143,11 @@ def parse_json(text: str) -> Any:
     """Strict JSON: ValueError for a repeated key, NaN or infinity."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values = dict(pairs)
-        if len(values) != len(pairs):
-            keys = [key for key, _ in pairs]
-            raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+        values: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in values:
+                raise ValueError(f"key {key[:100]!r} is given twice")
+            values[key] = value
         return values
 
     def refuse(constant: str) -> Any:

@@ -33,7 +33,7 @@ from vit_memory.serving.metrics import Metrics
 from vit_memory.serving.openapi import describe
 from vit_memory.serving.predict_body import invalid
 from vit_memory.serving.problems import ProblemError, problem_of
-from vit_memory.serving.security import PREDICT
+from vit_memory.serving.security import PREDICT, check_cors
 from vit_memory.serving.settings import Settings
 from vit_memory.serving.state import ServerState, state_of
 from vit_memory.serving.task_store import TaskStore
@@ -56,6 +56,7 @@ def create_app(
     Changes of a folder's tasks are kept in it, those of a model in memory. `backbone` and `device` are for a folder: by
     default the backbone that its manifest names, on the CPU. The application runs once.
     """
+    check_cors(settings)
     metrics = Metrics()
     folder: BundleFolder | None = None
     if isinstance(source, (Bundle, Path, str)):

@@ -1,7 +1,7 @@
-"""Connections that cannot be kept busy by a client that never finishes its request line and headers.
+"""Connections that cannot be held by a client that never finishes what it sends.
 
-uvicorn leaves both to a proxy: with its faster parser, headers may be of any size and take any time. Bodies have their
-own limits, in `limits.py`.
+uvicorn leaves that to a proxy: with its faster parser, headers may be of any size and take any time, and the first byte
+after an answer ends its keep-alive timeout. Bodies that a route reads have their own limits, in `limits.py`.
 """
 
 import asyncio
@@ -10,21 +10,26 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024
-HEAD_TIMEOUT_S = 30.0  # from the connection to the end of the first headers; later, uvicorn's keep-alive timeout counts
+HEAD_TIMEOUT_S = 30.0  # for a head to arrive, and after an answer for the rest of a body that nobody reads
 
 
 class GuardedConnection(HttpToolsProtocol):
-    """One connection of uvicorn, with a limit on the size of a request's head and on the time of the first one."""
+    """One connection of uvicorn, with limits on the size of a request's head and on the time until a route has it.
+
+    A timer runs whenever no route is at work: from the connection or the last answer to the end of the next headers,
+    and anew from the first byte of a head. uvicorn's shorter timeout of a connection without any byte counts as well.
+    """
 
     def connection_made(self, transport: Any) -> None:
         """A client has connected."""
         super().connection_made(transport)
         self._in_head, self._heads, self._head_bytes = True, 0, 0
-        self._give_up = asyncio.get_running_loop().call_later(HEAD_TIMEOUT_S, transport.close)
+        self._timer: asyncio.TimerHandle | None = None
+        self._restart_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
-        self._give_up.cancel()
+        self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -38,14 +43,42 @@ class GuardedConnection(HttpToolsProtocol):
         else:
             self._head_bytes = 0
 
+    def on_message_begin(self) -> None:
+        """Called by the parser at the first byte of a head, but not of empty lines before it."""
+        self._restart_timer()
+        super().on_message_begin()
+
     def on_headers_complete(self) -> None:
         """Called by the parser."""
         self._in_head = False
         self._heads += 1
-        self._give_up.cancel()
+        self._stop_timer()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """Called by the parser."""
         self._in_head = True
+        if self.cycle.response_complete:  # the rest of a body that was answered already: uvicorn starts no timeout
+            self._restart_timer()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Called by uvicorn when an answer is written."""
+        super().on_response_complete()
+        self._restart_timer()
+
+    def _restart_timer(self) -> None:
+        self._stop_timer()
+        if not self.transport.is_closing():
+            self._timer = asyncio.get_running_loop().call_later(HEAD_TIMEOUT_S, self._give_up)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        else:  # a route is at work on a request, and this is the head of one that was sent after it
+            self._restart_timer()

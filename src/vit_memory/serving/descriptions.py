@@ -65,6 +65,7 @@ def tasks_json(state: ServerState, task_set: TaskSet) -> dict[str, Any]:
             "max_body_bytes": settings.limits.max_body_bytes,
             "max_file_bytes": settings.limits.max_file_bytes,
             "max_images": settings.limits.max_images,
+            "max_explained": settings.limits.max_explained,
             "max_timeout_s": settings.limits.max_timeout_s,
             "max_pixels": state.engine.options.max_pixels,
             "max_queue": state.engine.options.max_queue,

@@ -1,6 +1,7 @@
 """From the bytes of a request to what the model takes. Runs in decoding threads."""
 
 import io
+import math
 from collections.abc import Iterable
 
 import torch
@@ -9,10 +10,13 @@ from torch import Tensor
 
 from vit_memory.backbone import Backbone
 from vit_memory.data.decoding import Encoded
+from vit_memory.data.resizing import resized_size
 from vit_memory.data.transforms import EvalTransform
 from vit_memory.errors import BadImage, DataError, ImageError, VitMemoryError
 from vit_memory.preprocessing import Preprocessing
 from vit_memory.serving.requests import Request
+
+LARGEST_FREE_SIZE = 2**20  # pixels of an image, where a task has no fixed size: attention costs their square
 
 
 def read_image(request: Request, backbone: Backbone, max_pixels: int) -> None:
@@ -21,7 +25,11 @@ def read_image(request: Request, backbone: Backbone, max_pixels: int) -> None:
     if isinstance(content, Tensor):
         request.parts[0].pixels = _check_tensor(content, backbone, name)
         return
-    pixels = _decode(content, name, max_pixels)
+    encoded = _open(content, name, max_pixels)
+    for part in request.parts:
+        assert part.preprocessing is not None
+        _check_size(encoded, part.preprocessing, backbone, max_pixels)
+    pixels = encoded.decode()
     for part in request.parts:
         assert part.preprocessing is not None
         part.pixels = _preprocess(pixels, part.preprocessing, name)
@@ -31,14 +39,14 @@ def warm_up(preprocessings: Iterable[Preprocessing | None]) -> None:
     """Read a blank image, so that the first request does not wait for the libraries to be loaded."""
     file = io.BytesIO()
     Image.new("RGB", (64, 64)).save(file, "JPEG")
-    pixels = _decode(file.getvalue(), "blank", 64 * 64)
+    pixels = Encoded(file.getvalue(), "blank").decode()
     for preprocessing in preprocessings:
         if preprocessing is not None:
             _preprocess(pixels, preprocessing, "blank")
 
 
-def _decode(content: object, name: str, max_pixels: int) -> Tensor:
-    """Pixels (3, height, width), uint8; BadImage if it cannot be decoded or its header claims too many pixels."""
+def _open(content: object, name: str, max_pixels: int) -> Encoded:
+    """An image that is not decoded yet; BadImage if it is none, or its header claims too many pixels."""
     if not isinstance(content, (bytes, bytearray, memoryview)):
         raise BadImage(name, f"expected the bytes of an image file or a normalised tensor, not {_type_name(content)}")
     encoded = Encoded(bytes(content), name)
@@ -46,7 +54,32 @@ def _decode(content: object, name: str, max_pixels: int) -> Tensor:
         raise BadImage(
             name, f"{encoded.width} × {encoded.height} pixels are more than the limit of {max_pixels / 1e6:g} million"
         )
-    return encoded.decode()
+    return encoded
+
+
+def _check_size(encoded: Encoded, preprocessing: Preprocessing, backbone: Backbone, max_pixels: int) -> None:
+    """BadImage if preprocessing would make too many pixels of an image, or a size that the backbone does not take."""
+    size, name = (encoded.height, encoded.width), encoded.name
+    if preprocessing.resize is not None:
+        smallest = math.prod(resized_size(preprocessing.resize, 1, 1))  # of all images: it is what the backbone wants
+        size = resized_size(preprocessing.resize, *size)
+        if math.prod(size) > max(max_pixels, smallest):  # a narrow image, resized by its shorter side
+            raise BadImage(
+                name,
+                f"{encoded.height} × {encoded.width} pixels would be resized to {size[0]} × {size[1]}, more than the "
+                f"limit of {max_pixels / 1e6:g} million; cut it",
+            )
+    if preprocessing.crop is not None:
+        size = preprocessing.crop
+    elif not isinstance(preprocessing.resize, tuple) and math.prod(size) > LARGEST_FREE_SIZE:
+        raise BadImage(
+            name,
+            f"{size[0]} × {size[1]} pixels after preprocessing are more than the limit of {LARGEST_FREE_SIZE}, since "
+            f"the model has no fixed image size; resize or cut it",
+        )
+    problem = backbone.roles.check_size(*size)
+    if problem is not None:
+        raise BadImage(name, f"{size[0]} × {size[1]} pixels after preprocessing: {problem}")
 
 
 def _preprocess(pixels: Tensor, preprocessing: Preprocessing, name: str) -> Tensor:

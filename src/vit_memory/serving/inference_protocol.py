@@ -41,6 +41,7 @@ from vit_memory.task import Task
 EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "model_repository"]
 LENGTH_HEADER = "Inference-Header-Content-Length"
 _LARGE_BODY = 2**20  # parsed in a thread: base64 of 64 MB takes a tenth of a second
+_LARGE_ANSWER = 10_000  # numbers; encoded in a thread, too
 _SMALL_BODY = 2**20  # at most, of load and unload
 _LARGEST_RATIO = 1032  # of zlib: a body of so many zeros becomes one byte
 
@@ -127,7 +128,11 @@ def _add_model_routes(routes: APIRouter, state: ServerState) -> None:
         answer = {"model_name": name, "model_version": task_set.digests[name]}
         if wanted.id is not None:
             answer["id"] = wanted.id
-        encoded, header_length = encode_answer(answer, [output_tensor(task, rows, output) for output in outputs])
+
+        def encode() -> tuple[bytes, int | None]:
+            return encode_answer(answer, [output_tensor(task, rows, output) for output in outputs])
+
+        encoded, header_length = encode() if rows.numel() < _LARGE_ANSWER else await asyncio.to_thread(encode)
         if header_length is None:
             return Response(encoded, media_type="application/json")
         return Response(encoded, headers={LENGTH_HEADER: str(header_length)}, media_type="application/octet-stream")

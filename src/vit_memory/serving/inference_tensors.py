@@ -18,13 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit_memory.files.container import parse_json
+from vit_memory.serving.image_input import LARGEST_FREE_SIZE
+from vit_memory.serving.json_body import JsonLimits, parse_json_body
 from vit_memory.serving.problems import ProblemError
 
 IMAGE, PIXELS = "image", "pixels"  # the inputs: encoded files, or normalised pixels
-LARGEST_JSON_VALUES = 1_000_000  # parsing them holds the interpreter for about 0.2 s; binary data costs nothing
-LARGEST_JSON_GROUPS = 100_000  # a nested tensor of 224 × 224 pixels and 16 images has 11,000 rows
-LARGEST_FREE_SIZE = 2**20  # pixels of an image, where a task has no fixed size: attention costs their square
+JSON_LIMITS = JsonLimits(
+    values=1_000_000,  # parsing them holds the interpreter for about 0.2 s; binary data costs nothing
+    groups=100_000,  # a nested tensor of 224 × 224 pixels and 16 images has 11,000 rows
+    advice="send tensors of that size as binary data (parameter binary_data_size)",
+)
 LONGEST_ID = 256
 
 
@@ -125,16 +128,7 @@ def _header_length(text: str, body_length: int) -> int:
 
 
 def _parse_json(text: bytes) -> Mapping[str, Any]:
-    # Counted before parsing: a few megabytes of brackets become gigabytes of lists.
-    if text.count(b",") > LARGEST_JSON_VALUES or text.count(b"[") + text.count(b"{") > LARGEST_JSON_GROUPS:
-        raise _malformed(
-            f"the JSON has more than {LARGEST_JSON_VALUES} values or {LARGEST_JSON_GROUPS} lists; send tensors of that "
-            f"size as binary data (parameter binary_data_size)."
-        )
-    try:
-        request = parse_json(text.decode())
-    except (ValueError, RecursionError) as error:
-        raise _malformed(f"the body is not a JSON request: {error}.") from None
+    request = parse_json_body(text, JSON_LIMITS)
     if not isinstance(request, dict):
         raise _malformed("the body is not a JSON object with the list 'inputs'.")
     return request

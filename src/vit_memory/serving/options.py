@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from vit_memory.data.decoding import LARGEST_PIXELS
 from vit_memory.errors import ServingError
 
 
@@ -15,13 +16,18 @@ class EngineOptions:
     decode_threads: int | None = None  # default: one per core, at most 8
     threads: int | None = None  # that compute; default: torch's number
     timeout_s: float = 30.0  # deadline of a request that names none
-    max_pixels: int = 50_000_000  # of an image, before resizing
+    max_pixels: int = 50_000_000  # of an image, before and after resizing
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_queue", "decode_threads", "threads", "max_pixels"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ServingError(f"{name} is {value}; expected 1 or more.")
+        if self.max_pixels > LARGEST_PIXELS:
+            raise ServingError(
+                f"max_pixels is {self.max_pixels}; images of more than {LARGEST_PIXELS} pixels are never decoded, so "
+                f"expected at most that."
+            )
         if not self.max_wait_ms >= 0:
             raise ServingError(f"max_wait_ms is {self.max_wait_ms:g}; expected 0 or more milliseconds.")
         if not self.timeout_s > 0:

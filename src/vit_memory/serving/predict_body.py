@@ -9,21 +9,26 @@ import binascii
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from vit_memory.errors import BadImage
-from vit_memory.files.container import parse_json
+from vit_memory.serving.json_body import JsonLimits, parse_json_body
 from vit_memory.serving.limits import Body
 from vit_memory.serving.multipart_form import FormLimits, parse_form
 from vit_memory.serving.problems import ProblemError
 
 IMAGE_FIELDS = ("image", "images", "file")
 _LARGE = 2**20  # bytes from which parsing would hold up other requests
+# An image is an object of a name and a text, which may hold a few commas and brackets too; the rest are names of tasks.
+# Every item that is none of these costs a line of the validation's errors, which are thousands of times its size.
+_FREE_ITEMS, _ITEMS_PER_IMAGE = 10_000, 16
+_LONGEST_TASK_NAME = 100  # of `check_name`; the search for similar names takes the square of it
 _NOT_SHOWN = re.compile(r"[\x00-\x1f\x7f]")
 Result = TypeVar("Result")
+TaskName = Annotated[str, Field(max_length=_LONGEST_TASK_NAME)]
 
 
 class PredictOptions(BaseModel):
@@ -31,9 +36,9 @@ class PredictOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    tasks: list[str] | None = Field(None, description="Names of the tasks that answer; all by default.")
+    tasks: list[TaskName] | None = Field(None, description="Names of the tasks that answer; all by default.")
     top_k: int = Field(5, ge=1, le=1000, description="How many labels `top` lists.")
-    explain: list[str] = Field([], description="Names of tasks whose attention is wanted.")
+    explain: list[TaskName] = Field([], description="Names of tasks whose attention is wanted.")
     check_original: bool = Field(False, description="Compare the backbone's own output with the library's forward.")
     timeout_s: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="Seconds after which there is no interest in the answer."
@@ -48,6 +53,12 @@ class PredictOptions(BaseModel):
         if isinstance(names, list) and all(isinstance(name, str) for name in names):
             return [part for name in names for part in name.split(",") if part]
         return names
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _whole(cls, number: Any) -> Any:
+        """In JSON, and in the description of this server, 5.0 is a whole number."""
+        return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 class NamedImage(BaseModel):
@@ -102,7 +113,7 @@ async def read_images(
         return await _read_form(content_type, body, query, max_images)
     if media_type == "application/json":
         content = await body.read()
-        sent = await _off_loop(_parse_json_body, content)
+        sent = await _off_loop(lambda text: _parse_json_body(text, max_images), content)
         _check_count(len(sent.images), max_images)
         images = await _off_loop(lambda _: [_from_base64(i, image) for i, image in enumerate(sent.images, 1)], content)
         return images, _merged(query, sent)
@@ -142,11 +153,9 @@ def _from_texts(texts: Mapping[str, list[str]], where: str) -> PredictOptions:
     return _validated(lambda: PredictOptions.model_validate(values), where)
 
 
-def _parse_json_body(content: bytearray) -> PredictJson:
-    try:
-        value = parse_json(content.decode())
-    except (ValueError, RecursionError) as error:
-        raise ProblemError(400, f"the body is not valid JSON: {error or 'nested too deeply'}.") from None
+def _parse_json_body(content: bytearray, max_images: int) -> PredictJson:
+    items = _FREE_ITEMS + _ITEMS_PER_IMAGE * max_images
+    value = parse_json_body(content, JsonLimits(items, items, f"send at most {max_images} images in one request"))
     return _validated(lambda: PredictJson.model_validate(value, strict=True), "the body")
 
 
@@ -159,7 +168,7 @@ def _validated(parse: Callable[[], Result], where: str) -> Result:
 
 def invalid(where: str, errors: Any) -> ProblemError:
     """A problem that lists what is wrong with some values, without repeating them."""
-    listed = [{"where": ".".join(map(str, error["loc"])), "message": error["msg"]} for error in errors[:20]]
+    listed = [{"where": ".".join(map(str, error["loc"]))[:200], "message": error["msg"]} for error in errors[:20]]
     told = "; ".join(f"{error['where'] or 'the value'}: {error['message']}" for error in listed)
     return ProblemError(400, f"{where} is not as expected: {told}.", errors=listed)
 

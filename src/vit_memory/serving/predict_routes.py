@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from vit_memory.errors import DataError, ImageError, TaskError
-from vit_memory.serving.answer_json import answer_json
+from vit_memory.serving.answer_json import answer_json, answer_size
 from vit_memory.serving.engine import Answer
 from vit_memory.serving.limits import Body, unless_gone
 from vit_memory.serving.openapi import PREDICT_BODY, PREDICT_QUERY, PREDICTION, responses
@@ -18,6 +18,7 @@ from vit_memory.serving.security import PREDICT
 from vit_memory.serving.state import ServerState
 from vit_memory.serving.task_set import TaskSet
 
+LARGE_ANSWER = 5_000  # numbers; about 10 ms from which other requests would wait, so a thread builds it
 Outcome = Answer | DataError | ImageError  # of one image
 
 
@@ -41,33 +42,36 @@ def router(state: ServerState) -> APIRouter:
         with Body(request, state.bodies, limits.max_body_bytes, limits.body_timeout_s) as body:
             images, options = await read_images(request, body, query, limits.max_images)
             _check_tasks(task_set, options)
+            _check_explained(len(images), len(set(options.explain)), limits.max_explained)
             timeout = min(options.timeout_s or state.engine.options.timeout_s, limits.max_timeout_s)
             outcomes = await unless_gone(request, _predict_all(state, images, options, task_set, timeout))
         request.state.log = {"images": len(images)}
         if len(outcomes) == 1 and not isinstance(outcomes[0], Answer):
             raise outcomes[0]
         request_id = request.state.request_id
-        answers: list[dict[str, Any]] = []
-        for image, outcome in zip(images, outcomes, strict=True):
-            if isinstance(outcome, Answer):
-                answers.append(answer_json(image.name, outcome, task_set, options.top_k))
-            else:
-                problem = problem_of(outcome)
-                assert problem is not None
-                answers.append({"name": image.name, "error": problem.record(request_id)})
-        backbone = task_set.model.backbone
-        return Response(
-            json_bytes(
+
+        def build() -> bytes:
+            answers: list[dict[str, Any]] = []
+            for image, outcome in zip(images, outcomes, strict=True):
+                if isinstance(outcome, Answer):
+                    answers.append(answer_json(image.name, outcome, task_set, options.top_k))
+                else:
+                    problem = problem_of(outcome)
+                    assert problem is not None
+                    answers.append({"name": image.name, "error": problem.record(request_id)})
+            return json_bytes(
                 {
                     "version": task_set.version,
-                    "backbone": {"name": state.backbone_name, "fingerprint": backbone.fingerprint},
+                    "backbone": {"name": state.backbone_name, "fingerprint": task_set.model.backbone.fingerprint},
                     "images": answers,
                     "request_id": request_id,
                     "seconds": round(time.perf_counter() - started, 6),
                 }
-            ),
-            media_type="application/json",
-        )
+            )
+
+        size = sum(answer_size(outcome) for outcome in outcomes if isinstance(outcome, Answer))
+        content = build() if size < LARGE_ANSWER else await asyncio.to_thread(build)
+        return Response(content, media_type="application/json")
 
     return routes
 
@@ -79,6 +83,16 @@ def _check_tasks(task_set: TaskSet, options: PredictOptions) -> None:
     for name in options.explain:
         if task_set.tasks[name].class_token is None:
             raise TaskError(f"task {name!r} is of regime 'head': it has no attention of its own to explain.")
+
+
+def _check_explained(images: int, tasks: int, most: int) -> None:
+    if images * tasks > most:
+        raise ProblemError(
+            400,
+            f"{tasks} tasks to explain for {images} images are {images * tasks} explanations; at most {most} in one "
+            f"request. Send fewer images, or explain fewer tasks.",
+            limit=most,
+        )
 
 
 async def _predict_all(

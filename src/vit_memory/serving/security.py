@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from vit_memory.errors import ServingError
 from vit_memory.serving.problems import ProblemError
 from vit_memory.serving.settings import Settings
 from vit_memory.serving.state import state_of
@@ -90,6 +91,15 @@ def check_host(host: str, settings: Settings) -> ProblemError | None:
     )
 
 
+def check_cors(settings: Settings) -> None:
+    """Raise ServingError if pages of all sites may call a server where nothing is secret."""
+    if "*" in settings.cors and settings.token is None:
+        raise ServingError(
+            "--cors '*' allows pages of every site to call, and without a token nothing keeps them from using this "
+            "server. Set a token (VIT_MEMORY_TOKEN, --token-file), or name the origins: --cors https://their.example."
+        )
+
+
 def is_loopback(host: str) -> bool:
     """Whether a server that listens on this address is reached from this machine only."""
     if host == "localhost":
@@ -114,10 +124,18 @@ def _check_origin(request: Request, settings: Settings) -> None:
     """Without tokens a browser's requests need no secret, so those that other sites cause are refused."""
     if settings.token is not None or request.method in ("GET", "HEAD", "OPTIONS"):
         return
-    origin = request.headers.get("origin")
-    if origin is None or origin in settings.cors or urlsplit(origin).netloc == request.headers.get("host"):
+    origin, host = request.headers.get("origin"), request.headers.get("host")
+    if origin is None or origin in settings.cors or (host and _network_location(origin) == host):
         return
     raise ProblemError(403, "pages of other sites may not use this server; allow one with --cors ORIGIN.")
+
+
+def _network_location(origin: str) -> str:
+    """Host and port of an Origin header; empty if it has none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _host_name(host: str) -> str:

@@ -27,7 +27,7 @@ from vit_memory.serving.app import create_app
 from vit_memory.serving.connections import GuardedConnection
 from vit_memory.serving.logs import configure_logs
 from vit_memory.serving.metrics import share_between_workers
-from vit_memory.serving.security import LOOPBACK, is_loopback
+from vit_memory.serving.security import LOOPBACK, check_cors, is_loopback
 from vit_memory.serving.settings import LogFormat, Settings
 from vit_memory.serving.workers import end_on_signals, run_workers
 
@@ -58,6 +58,7 @@ class ServePlan:
                 f"{self.host} can be reached from other machines, and without a token everybody there could use this "
                 f"server. Set one (VIT_MEMORY_TOKEN, --token-file), listen on 127.0.0.1, or give --insecure."
             )
+        check_cors(settings)
         folders = [source for source in self.sources if source.is_dir()]
         if folders and len(self.sources) > 1:
             raise ServingError(f"{folders[0]} is a folder: serve one bundle, or any number of task files.")

@@ -18,6 +18,7 @@ class Limits:
     max_bodies_bytes: int = 2**30  # of all requests that are being answered, together
     max_requests: int = 1024  # at once; more are refused before they are read
     max_images: int = 64  # per request
+    max_explained: int = 64  # explanations per request, of all its images and tasks; each has thousands of numbers
     max_timeout_s: float = 300.0  # the longest `timeout_s` that a request may ask for
     body_timeout_s: float = 60.0  # for a client to send its whole body
     max_listeners: int = 100  # open /v1/events streams

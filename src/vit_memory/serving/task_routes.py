@@ -21,6 +21,7 @@ from vit_memory.branch import Branch
 from vit_memory.errors import VitMemoryError
 from vit_memory.files.branchfile import branch_bytes, branch_from_bytes
 from vit_memory.files.taskfile import task_bytes, task_from_bytes
+from vit_memory.graph import TaskGraph
 from vit_memory.serving.descriptions import branch_json, status_json, task_json, tasks_json
 from vit_memory.serving.limits import Body
 from vit_memory.serving.openapi import EVENTS, FILE, FILE_BODY, ONE, STATUS, TASKS, responses
@@ -73,29 +74,29 @@ def _add_item_routes(routes: APIRouter, state: ServerState, kind: Literal["task"
     def find(name: str) -> Item:
         return store.branch(name) if is_branch else store.held[name]
 
-    def described(item: Item, **more: Any) -> dict[str, Any]:
-        digest = store.digest(item.name, branch=is_branch) or ""
+    def digest_of(item: Item) -> str:
+        """Of this very item: while a version is replaced, the engine has the new one before the store has it."""
         if isinstance(item, Branch):
-            return {**branch_json(item, digest), **more}
-        return {**task_json(item, digest, store.held.find_branch(item)), **more}
-
-    def headers(name: str) -> dict[str, str]:
-        return {"ETag": f'"{store.digest(name, branch=is_branch)}"'}
+            return store.held.branch_digests[item.name]
+        task_set = state.engine.task_set
+        return task_set.digests[item.name] if task_set.tasks.get(item.name) is item else item.digest
 
     @routes.get(path, summary=f"One {kind}", tags=[*tags], responses=responses({200: ONE[kind]}, 401, 403, 404))
     async def get(name: str) -> Response:
         item = find(name)
-        return _json(described(item), headers=headers(name))
+        digest = digest_of(item)
+        return _json(_described(item, digest, store.held), headers=_etag(digest))
 
     @routes.get(
         f"{path}/file", summary=f"The file of a {kind}", tags=[*tags], responses=responses({200: FILE}, 401, 403, 404)
     )
     async def get_file(name: str) -> Response:
         item = find(name)
+        etag = _etag(digest_of(item))  # before the content is awaited: the name may be another's afterwards
         content = await asyncio.to_thread(lambda: branch_bytes(item) if isinstance(item, Branch) else task_bytes(item))
         file = f"{name}{'.branch' if is_branch else ''}.safetensors"
         disposition = {"Content-Disposition": f"attachment; filename*=UTF-8''{quote(file, safe='')}"}
-        return Response(content, headers={**headers(name), **disposition}, media_type="application/octet-stream")
+        return Response(content, headers={**etag, **disposition}, media_type="application/octet-stream")
 
     @routes.put(
         path,
@@ -110,27 +111,32 @@ def _add_item_routes(routes: APIRouter, state: ServerState, kind: Literal["task"
         guard = _guard(request, kind, name)
         with Body(request, state.bodies, limits.max_file_bytes, limits.body_timeout_s) as body:
             item = await asyncio.to_thread(_read_checked, read, await body.read(), f"{name}.safetensors")
-        if item.name != name:
-            raise ProblemError(400, f"the file holds a {kind} called {item.name!r}, not {name!r}: use its own name.")
-        created = False
+            if item.name != name:
+                raise ProblemError(
+                    400, f"the file holds a {kind} called {item.name!r}, not {name!r}: use its own name."
+                )
+            created = False
 
-        def check(digest: str | None) -> None:
-            nonlocal created
-            guard(digest)
-            created = digest is None
+            def check(digest: str | None) -> None:
+                nonlocal created
+                guard(digest)
+                created = digest is None
 
-        try:
-            task_set = await store.put(item, check)
-        except (ProblemError, VitMemoryError):
-            raise
-        except Exception as error:  # every byte was checked, but not what each number does to the model
-            log.warning("a %s that was uploaded cannot be served", kind, exc_info=True)
-            raise ProblemError(400, f"this {kind} cannot be served ({type(error).__name__}).") from error
+            try:  # within the body, whose bytes the tensors of the item are: changes wait for one another
+                task_set = await store.put(item, check)
+            except (ProblemError, VitMemoryError):
+                raise
+            except Exception as error:  # every byte was checked, but not what each number does to the model
+                log.warning("a %s that was uploaded cannot be served", kind, exc_info=True)
+                raise ProblemError(400, f"this {kind} cannot be served ({type(error).__name__}).") from error
         place = (
             {"Location": f"{request.scope.get('root_path', '')}/v1/{tags[0]}/{quote(name, safe='')}"} if created else {}
         )
         status = 201 if created else 200
-        return _json(described(item, version=task_set.version), status, {**headers(name), **place})
+        graph = task_set.tasks
+        digest = graph.branch_digests[name] if is_branch else task_set.digests[name]
+        record = {**_described(item, digest, graph), "version": task_set.version}
+        return _json(record, status, {**_etag(digest), **place})
 
     @routes.delete(
         path,
@@ -150,6 +156,16 @@ def _add_item_routes(routes: APIRouter, state: ServerState, kind: Literal["task"
 
         await store.remove(name, branch=is_branch, check=check)
         return Response(status_code=204)
+
+
+def _described(item: Item, digest: str, graph: TaskGraph) -> dict[str, Any]:
+    if isinstance(item, Branch):
+        return branch_json(item, digest)
+    return task_json(item, digest, graph.find_branch(item))
+
+
+def _etag(digest: str) -> dict[str, str]:
+    return {"ETag": f'"{digest}"'}
 
 
 def _read_checked(read: Callable[[bytearray, str], Item], content: bytearray, name: str) -> Item:
