@@ -174,11 +174,11 @@ def _run_one(experiment: "Experiment", runner: "Runner", plan: "Plan", options: 
 def _names(experiment: "Experiment", plan: "Plan", options: ReproduceOptions) -> list[str]:
     """The methods that were asked for; refuses unknown ones."""
     known = list(dict.fromkeys(one.method.name for one in experiment.trainings(plan)))
-    asked = [name.strip() for name in (options.methods or "").split(";")]
-    unknown = [name for name in asked if name not in known]
+    names = [name.strip() for name in (options.methods or "").split(";")]
+    unknown = [name for name in names if name not in known]
     if unknown:
         raise typer.BadParameter(f"{'; '.join(unknown)}: {experiment.name} has {'; '.join(known)}.")
-    return asked
+    return names
 
 
 def _plan(
@@ -258,8 +258,8 @@ def _print_cost(
 
     trainings = experiment.trainings(plan)
     if options.methods is not None:
-        asked = _names(experiment, plan, options)
-        trainings = [one for one in trainings if one.method.name in asked]
+        names = _names(experiment, plan, options)
+        trainings = [one for one in trainings if one.method.name in names]
     counts = {}
     for name in dict.fromkeys(one.dataset for one in trainings):
         try:

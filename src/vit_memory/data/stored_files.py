@@ -73,8 +73,8 @@ def images_at(address: str) -> Iterator[str]:
         return
     if info.type == pyarrow.fs.FileType.NotFound:
         raise DataError(f"{address}: no such file or folder.")
-    found = _listed(address, filesystem, pyarrow.fs.FileSelector(base, recursive=True))
-    below = sorted(one.path[len(base) :] for one in found if one.type == pyarrow.fs.FileType.File)
+    files = _listed(address, filesystem, pyarrow.fs.FileSelector(base, recursive=True))
+    below = sorted(one.path[len(base) :] for one in files if one.type == pyarrow.fs.FileType.File)
     for path in below:
         if Path(path).suffix.lower() in EXTENSIONS and "/." not in path:
             yield _root(address) + path
@@ -91,8 +91,8 @@ class StoredFolder:
         import pyarrow.fs
 
         filesystem, base = open_place(self.place)
-        found = _listed(self.place, filesystem, pyarrow.fs.FileSelector(base, allow_not_found=True))
-        return {one.base_name for one in found}
+        files = _listed(self.place, filesystem, pyarrow.fs.FileSelector(base, allow_not_found=True))
+        return {one.base_name for one in files}
 
     def read(self, name: str) -> bytes:
         """One of its files."""

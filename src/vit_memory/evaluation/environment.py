@@ -31,13 +31,13 @@ def environment() -> dict[str, Any]:
 
 def versions() -> Mapping[str, str]:
     """Of Python and of the installed packages that results depend on."""
-    found = {"python": platform.python_version()}
+    by_package = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            by_package[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
 def processor() -> str:

@@ -205,8 +205,10 @@ def _check_gradients(passes: _Passes) -> Check:
 
     def result(subject: str, of: Sequence[Tensor], related: Collection[Task | Branch], own: Task | None) -> Result:
         weights = [torch.randn(output.shape, generator=generator).to(output) for output in of]
-        found = torch.autograd.grad(of, [*leaves.values()], weights, retain_graph=True, allow_unused=True) if of else ()
-        largest = {key: _largest(gradient) for key, gradient in zip(leaves, found, strict=bool(of))}
+        gradients = (
+            torch.autograd.grad(of, [*leaves.values()], weights, retain_graph=True, allow_unused=True) if of else ()
+        )
+        largest = {key: _largest(gradient) for key, gradient in zip(leaves, gradients, strict=bool(of))}
         unrelated = [f"{_title(item)}: {part}" for item in items if item not in related for part in item.tensors()]
         failures = [f"{key} has a gradient" for key in unrelated if largest.get(key, 0.0) != 0]
         if own is not None and not any(largest[f"{_title(own)}: {part}"] for part in own.tensors()):

@@ -45,8 +45,8 @@ class ScoringRun:
 
     def complete(self) -> set[int]:
         """The parts that are there."""
-        found = (_PART.fullmatch(name) for name in self.folder.names())
-        return {int(match[1]) for match in found if match is not None}
+        matches = (_PART.fullmatch(name) for name in self.folder.names())
+        return {int(match[1]) for match in matches if match is not None}
 
 
 def begin_run(place: str, settings: Mapping[str, Any], images: Sequence[str], part_size: int) -> ScoringRun:
@@ -81,17 +81,17 @@ def _continued(folder: StoredFolder, settings: Mapping[str, Any], part_size: int
     where = f"{folder.place}/{RUN}"
     try:
         record = json.loads(folder.read(RUN))
-        found, before, digest = record["format"], dict(record["settings"]), record["images sha256"]
+        format_name, before, digest = record["format"], dict(record["settings"]), record["images sha256"]
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedFile(f"{where}: cannot be read ({error}). Give another folder.") from None
-    if found != FORMAT:
-        raise FileError(f"{where}: its format is {found!r}; expected {FORMAT!r}. Give another folder.")
+    if format_name != FORMAT:
+        raise FileError(f"{where}: its format is {format_name!r}; expected {FORMAT!r}. Give another folder.")
     differing = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
     if differing:
-        told = "; ".join(
+        differences = "; ".join(
             f"{key}: {_short(before.get(key))} there, {_short(settings.get(key))} here" for key in differing
         )
-        raise FileError(f"{folder.place}: holds predictions with other settings ({told}). Give another folder.")
+        raise FileError(f"{folder.place}: holds predictions with other settings ({differences}). Give another folder.")
     listed = folder.read(IMAGES)
     if _digest(listed) != digest:
         raise DamagedFile(f"{folder.place}/{IMAGES}: is not the list that the run began with. Give another folder.")

@@ -52,10 +52,10 @@ class RightAnswers:
 def accuracy(tested: Sequence[RightAnswers], method: str, datasets: Sequence[str] | None = None) -> Interval | None:
     """Of a method over datasets (all that it was tested on by default); None if it was not tested on all of them."""
     own = [one for one in tested if one.method == method and (datasets is None or one.dataset in datasets)]
-    found = list(dict.fromkeys(one.dataset for one in own))
-    if not own or (datasets is not None and set(found) != set(datasets)):
+    tested_on = list(dict.fromkeys(one.dataset for one in own))
+    if not own or (datasets is not None and set(tested_on) != set(datasets)):
         return None
-    return bootstrap({name: np.stack([o.right for o in own if o.dataset == name]).astype(float) for name in found})
+    return bootstrap({name: np.stack([o.right for o in own if o.dataset == name]).astype(float) for name in tested_on})
 
 
 @dataclass(frozen=True, slots=True)

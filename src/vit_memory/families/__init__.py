@@ -48,8 +48,8 @@ class Family(Protocol):
 def families() -> tuple[Family, ...]:
     """Every family in this folder, in the order of their names."""
     modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
-    found: list[Family] = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
-    return tuple(sorted(found, key=lambda family: family.name))
+    all_families: list[Family] = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
+    return tuple(sorted(all_families, key=lambda family: family.name))
 
 
 def family_of(model: nn.Module) -> Family:

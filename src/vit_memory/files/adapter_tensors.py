@@ -70,8 +70,8 @@ def _read_scaling(value: Any) -> float | tuple[float, ...]:
 
 
 def _stacked(tensors: Mapping[str, Tensor], blocks: range, name: str) -> Tensor:
-    found = [tensors.get(f"blocks.{i}.{name}") for i in blocks]
-    present = [block for block in found if block is not None]
+    blocks_of_file = [tensors.get(f"blocks.{i}.{name}") for i in blocks]
+    present = [block for block in blocks_of_file if block is not None]
     shapes = {tuple(block.shape) for block in present}
     dtypes = {block.dtype for block in present}
     if len(present) < len(blocks) or len(shapes) > 1 or len(dtypes) > 1 or any(block.dim() != 2 for block in present):

@@ -92,10 +92,10 @@ def collect_branches(files: Sequence[TaskFile], paths: Sequence[Path], bundles: 
 
     The same branch given twice counts once; two different ones of one name are refused.
     """
-    found: dict[str, tuple[str, Branch]] = {}  # by name, with where it is from
+    by_name: dict[str, tuple[str, Branch]] = {}  # with where it is from
 
     def add(where: str, branch: Branch) -> None:
-        other = found.setdefault(branch.name, (where, branch))
+        other = by_name.setdefault(branch.name, (where, branch))
         if not has_digest(other[1], branch.digest) and not has_digest(branch, other[1].digest):
             raise GraphError(
                 f"{other[0]} and {where} hold two branches called {branch.name!r}. Give one of them, or rename one: "
@@ -110,7 +110,7 @@ def collect_branches(files: Sequence[TaskFile], paths: Sequence[Path], bundles: 
     for file in files:
         ref = file.task.branch
         # Where another branch has the name, the graph says so.
-        if ref is None or ref.name in found or _is_among(ref, [branch for _, branch in found.values()]):
+        if ref is None or ref.name in by_name or _is_among(ref, [branch for _, branch in by_name.values()]):
             continue
         beside = next((one for other in (file, *files) if (one := _branch_beside(other, ref))), None)
         if beside is None:
@@ -119,7 +119,7 @@ def collect_branches(files: Sequence[TaskFile], paths: Sequence[Path], bundles: 
                 f"which is neither given nor beside it as {ref.name}.branch.safetensors. Give its file too."
             )
         add(str(beside[0]), beside[1])
-    return [branch for _, branch in found.values()]
+    return [branch for _, branch in by_name.values()]
 
 
 def _is_among(ref: BranchRef, branches: Sequence[Branch]) -> bool:

@@ -171,8 +171,8 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
         raise FileError(f"{folder}: bias is {config['bias']!r}: trained biases cannot be imported, only 'none'.")
     unknown = {key: value for key, value in config.items() if key not in _KNOWN and value not in (None, False, [], {})}
     if unknown:
-        asked = ", ".join(f"{key} = {json.dumps(value)}" for key, value in unknown.items())
-        raise FileError(f"{folder}: {CONFIG} uses options that cannot be imported: {asked}.")
+        options = ", ".join(f"{key} = {json.dumps(value)}" for key, value in unknown.items())
+        raise FileError(f"{folder}: {CONFIG} uses options that cannot be imported: {options}.")
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -227,7 +227,7 @@ def _pairs(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[_Pairs, dict[st
 
 def _adapter(folder: Path, backbone: Backbone, config: Mapping[str, Any], pairs: _Pairs) -> tuple[Adapter, int]:
     """The adapter of the blocks from the first changed one on, and the number of that block."""
-    found: dict[Projection, dict[int, tuple[Tensor, Tensor, float]]] = {}
+    updates: dict[Projection, dict[int, tuple[Tensor, Tensor, float]]] = {}
     towers: set[str] = set()  # what stands before the blocks in the paths
     for path, (A, B) in pairs.items():
         match = _BLOCK.fullmatch(path)
@@ -245,16 +245,16 @@ def _adapter(folder: Path, backbone: Backbone, config: Mapping[str, Any], pairs:
         if len(B) % len(projections):
             raise BackboneMismatch(f"{folder}: {path} has {len(B)} outputs, not a multiple of {len(projections)}.")
         for projection, part in zip(projections, B.chunk(len(projections)), strict=True):
-            if block in found.setdefault(projection, {}):
+            if block in updates.setdefault(projection, {}):
                 raise FileError(f"{folder}: two modules are {projection} of block {block}; the second is {path}.")
-            found[projection][block] = (A, part, scaling)
+            updates[projection][block] = (A, part, scaling)
     if len(towers) > 1:
         raise FileError(f"{folder}: it changes blocks of several models: {', '.join(sorted(towers))}.")
-    start = min(block for blocks in found.values() for block in blocks)
+    start = min(block for blocks in updates.values() for block in blocks)
     low_rank = {
-        projection: _stack(folder, projection, found[projection], range(start, backbone.depth))
+        projection: _stack(folder, projection, updates[projection], range(start, backbone.depth))
         for projection in PROJECTIONS
-        if projection in found
+        if projection in updates
     }
     return Adapter(None, low_rank), start
 

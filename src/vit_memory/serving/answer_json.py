@@ -33,8 +33,8 @@ def answer_json(name: str, answer: Answer, task_set: TaskSet, top_k: int) -> dic
     for (kind, _), names in _groups(tasks, outputs).items():
         logits = np.stack([outputs[task].numpy() for task in names]).astype(np.float64)  # (T, C)
         finite = np.asarray(np.isfinite(logits).all(-1, keepdims=True))  # (T, 1)
-        made = by_kind[kind]([tasks[task] for task in names], np.where(finite, logits, 0.0), top_k)
-        for task, values, (number,) in zip(names, made, finite.tolist(), strict=True):
+        of_kind = by_kind[kind]([tasks[task] for task in names], np.where(finite, logits, 0.0), top_k)
+        for task, values, (number,) in zip(names, of_kind, finite.tolist(), strict=True):
             answers[task] = values if number else _not_a_number(tasks[task], outputs[task])
     digests = answer.digests
     result: dict[str, Any] = {
@@ -65,27 +65,27 @@ def _groups(tasks: Mapping[str, Task], outputs: Mapping[str, Tensor]) -> dict[tu
 
 
 def _single_labels(tasks: Sequence[Task], logits: Array, top_k: int) -> list[dict[str, Any]]:
-    made = []
+    answers = []
     for task, top in zip(tasks, _most_probable(logits, top_k), strict=True):
         listed = [{"label": task.labels[i], "probability": p} for i, p in top]
-        made.append({"label": listed[0]["label"], "confidence": listed[0]["probability"], "top": listed})
-    return made
+        answers.append({"label": listed[0]["label"], "confidence": listed[0]["probability"], "top": listed})
+    return answers
 
 
 def _multi_labels(tasks: Sequence[Task], logits: Array, top_k: int) -> list[dict[str, Any]]:
     probabilities = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))
     orders = np.argsort(-probabilities, axis=-1, kind="stable").tolist()
-    made = []
+    answers = []
     for task, row, order in zip(tasks, probabilities.tolist(), orders, strict=True):
         thresholds = task.thresholds or (DEFAULT_THRESHOLD,) * len(task.labels)
         listed = [{"label": task.labels[i], "probability": round(row[i], _DIGITS)} for i in order]
-        made.append(
+        answers.append(
             {
                 "labels": [one for one, i in zip(listed, order, strict=True) if row[i] >= thresholds[i]],
                 "top": [{**one, "threshold": thresholds[i]} for one, i in zip(listed[:top_k], order, strict=False)],
             }
         )
-    return made
+    return answers
 
 
 def _values(tasks: Sequence[Task], values: Array, top_k: int) -> list[dict[str, Any]]:

@@ -169,8 +169,8 @@ def _validated(parse: Callable[[], Result], where: str) -> Result:
 def invalid(where: str, errors: Any) -> ProblemError:
     """A problem that lists what is wrong with some values, without repeating them."""
     listed = [{"where": ".".join(map(str, error["loc"]))[:200], "message": error["msg"]} for error in errors[:20]]
-    told = "; ".join(f"{error['where'] or 'the value'}: {error['message']}" for error in listed)
-    return ProblemError(400, f"{where} is not as expected: {told}.", errors=listed)
+    faults = "; ".join(f"{error['where'] or 'the value'}: {error['message']}" for error in listed)
+    return ProblemError(400, f"{where} is not as expected: {faults}.", errors=listed)
 
 
 def _merged(query: PredictOptions, body: PredictOptions) -> PredictOptions:

@@ -220,11 +220,11 @@ def _etags(request: Request, header: str) -> set[str] | None:
     tags: set[str] = set()
     position = 0
     while position < len(value):
-        found = _ETAGS.match(value, position)
-        if found is None:
+        tag = _ETAGS.match(value, position)
+        if tag is None:
             raise ProblemError(400, f'the header {header} is not a list of digests in quotes: "DIGEST", or *.')
-        tags.add(found[1])
-        position = found.end()
+        tags.add(tag[1])
+        position = tag.end()
     return tags
 
 

@@ -66,9 +66,9 @@ class TrunkSweep(MemorySweep):
         """The frozen branches that settings and parents stand on."""
         own = [self.parents.find_branch(setting.task) for setting in self.settings]
         inherited = [self.parents.branch_of(name) for name in self.parents]
-        found = {branch.name: branch for branch in (*own, *inherited) if branch is not None}
+        by_name = {branch.name: branch for branch in (*own, *inherited) if branch is not None}
         digests = self.parents.branch_digests
-        return tuple(prepare_branch(self.backbone, branch, digests[name]) for name, branch in found.items())
+        return tuple(prepare_branch(self.backbone, branch, digests[name]) for name, branch in by_name.items())
 
     def branch_key(self, i: int) -> str | None:
         """The key of the branch that setting i stands on; a float16 branch has another digest than the task names."""

@@ -137,12 +137,12 @@ def _advice(name: str, dataset: NamedDataset, data_dir: Path) -> str:
 
 def _check_classes(name: str, dataset: NamedDataset, data_dir: Path, raw: RawDataset) -> None:
     """Folders without a list cannot show what is missing, but a half-unpacked archive often lacks whole classes."""
-    found = len({label for split in raw.splits.values() for label in split.labels})
-    if found != dataset.classes:
+    classes = len({label for split in raw.splits.values() for label in split.labels})
+    if classes != dataset.classes:
         log.warning(
             "%s: %d classes; the official %s has %d. If this is not a subset of your own, unpack its archives again.",
             data_dir,
-            found,
+            classes,
             name,
             dataset.classes,
         )

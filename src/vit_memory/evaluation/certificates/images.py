@@ -79,12 +79,12 @@ def _find(dataset: Dataset, wanted: CertifiedImages) -> list[tuple[Split, int]]:
     for split in dataset.splits.values():
         for i, digest in enumerate(split.digests):
             places.setdefault(digest, []).append((split, i))
-    found = []
+    pairs = []
     for image in wanted.used:
         same = places.get(bytes.fromhex(image.sha256)[:8], [])
         if same:
-            found.append(same.pop(0) if len(same) > 1 else same[0])
-    return found
+            pairs.append(same.pop(0) if len(same) > 1 else same[0])
+    return pairs
 
 
 def _sha256(images: Images, i: int) -> str:

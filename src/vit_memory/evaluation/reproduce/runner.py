@@ -94,10 +94,12 @@ class Sources:
         """Every folder of the folder that can be opened; `digits` without a folder."""
         if self.folder is None:
             return ("digits",)
-        found = [path.name for path in sorted(self.folder.iterdir()) if path.is_dir() and self.has(path.name, "label")]
-        if not found:
+        datasets = [
+            path.name for path in sorted(self.folder.iterdir()) if path.is_dir() and self.has(path.name, "label")
+        ]
+        if not datasets:
             raise DataError(f"{self.folder}: holds no datasets. Give a folder with a folder per dataset.")
-        return tuple(found)
+        return tuple(datasets)
 
     def has(self, name: str, label: str) -> bool:
         """Whether the dataset can be opened and has that column of labels."""
@@ -152,8 +154,8 @@ class Runner:
             choosers = dict.fromkeys(self.rate_chooser(one) for one in wanted)
             self._train_missing([one for one in choosers if one not in wanted], weights=False)
             self._train_missing(wanted, weights)
-        found = [self.find(training) for training in trainings]
-        return [record for record in found if record is not None]
+        records = [self.find(training) for training in trainings]
+        return [record for record in records if record is not None]
 
     def load(self, training: Training) -> tuple[Task, Branch | None]:
         """The trained task and its branch; trained now if the weights were not kept."""

@@ -82,12 +82,12 @@ def _origin(every: list[Evidence]) -> Section:
     """Which commands, commits and machines made the records."""
     counted: dict[tuple[str, ...], int] = {}
     for record in (r for one in every for r in one.records):
-        made = record.made
-        machine = made.get("machine") or {}
-        versions = made.get("versions") or {}
+        origin = record.made
+        machine = origin.get("machine") or {}
+        versions = origin.get("versions") or {}
         key = (
-            str(made.get("command") or "–"),
-            str(made.get("commit") or "–")[:7] + (" and changes" if "dirty" in str(made.get("commit")) else ""),
+            str(origin.get("command") or "–"),
+            str(origin.get("commit") or "–")[:7] + (" and changes" if "dirty" in str(origin.get("commit")) else ""),
             f"{machine.get('processor', '–')}, {machine.get('threads', '–')} threads",
             f"torch {versions.get('torch', '–')}",
         )
