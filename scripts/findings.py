@@ -39,18 +39,8 @@ class Findings:
 
     def functions(self) -> Mapping[str, Callable[..., str]]:
         """By the name that the template calls them."""
-        names = (
-            "accuracy",
-            "gap",
-            "verdict",
-            "number",
-            "seeds",
-            "steps",
-            "setting",
-            "together",
-            "forgotten",
-            "extended",
-        )
+        about_one = ("accuracy", "gap", "verdict", "number", "seeds", "steps", "setting", "missing")
+        names = (*about_one, "together", "forgotten", "extended")
         return {name: getattr(self, name) for name in names}
 
     def accuracy(self, method: str, dataset: str | None = None, *, per_class: int | None = None) -> str:
@@ -156,8 +146,8 @@ def render(template: str, results: Path) -> str:
     functions = dict(Findings(results).functions())
 
     def compute(match: re.Match[str]) -> str:
-        found: Any = eval(match[1].strip(), {"__builtins__": {}}, functions)
-        return str(found)
+        value: Any = eval(match[1].strip(), {"__builtins__": {}}, functions)
+        return str(value)
 
     return EXPRESSION.sub(compute, template)
 
@@ -166,9 +156,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    asked = parser.parse_args()
-    template = (asked.results / "findings.template.md").read_text(encoding="utf-8")
-    write_atomic(asked.results / "findings.md", [render(template, asked.results).encode()])
+    options = parser.parse_args()
+    template = (options.results / "findings.template.md").read_text(encoding="utf-8")
+    write_atomic(options.results / "findings.md", [render(template, options.results).encode()])
 
 
 if __name__ == "__main__":

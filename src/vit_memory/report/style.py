@@ -28,7 +28,7 @@ dt { color: var(--soft); } dd { margin: 0; }
 .wide { overflow-x: auto; } table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: .95rem; }
 th, td { text-align: left; padding: .4rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 500; vertical-align: bottom; } th:first-child, td:first-child { padding-left: 0; }
-.wide td:first-child { min-width: 9rem; } .wide .confusion td:first-child { min-width: 2.1rem; }
+.wide td:first-child { min-width: 7.5rem; } .wide .confusion td:first-child { min-width: 2.1rem; }
 td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 tr.best td { font-weight: 700; } td.whole { white-space: nowrap; }
 td.share { padding-bottom: .75rem; min-width: 4.6rem; background-image: linear-gradient(var(--c1), var(--c1)),

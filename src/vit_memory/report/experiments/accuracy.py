@@ -94,8 +94,8 @@ def _means(comparison: Comparison, methods: Sequence[str]) -> Section:
         )
     if not means:
         return Section("Accuracy of every method", (f"No method was trained on all of {', '.join(datasets)}.",))
-    compared = ("accuracy, %", "against the step before", "against 5 cells")
-    titles = ("method", *compared, "passes for T tasks", "parameters", "steps, seeds")
+    compared = ("accuracy, %", "minus step before", "minus 5 cells")
+    titles = ("method", *compared, "passes, T tasks", "parameters", "steps, seeds")
     return Section(
         "Accuracy of every method",
         (

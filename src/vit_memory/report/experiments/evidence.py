@@ -157,10 +157,10 @@ class Comparison:
 
 
 def commands(records: Iterable[Record]) -> str:
-    """The commands that made some records."""
-    made = dict.fromkeys(record.made.get("command") or "" for record in records)
-    listed = [command for command in made if command]
-    return f"Made by: {'; '.join(listed)}." if listed else ""
+    """What made some records: program and experiment. The options of each command are in the report's last section."""
+    programs = dict.fromkeys(" ".join((record.made.get("command") or "").split()[:3]) for record in records)
+    listed = [program for program in programs if program]
+    return f"Made by: {', '.join(listed)}; with which options, the last section says." if listed else ""
 
 
 def percent(interval: Interval | None) -> str:
