@@ -70,12 +70,12 @@ def add_rows(path: Path, rows: Sequence[dict[str, object]], **notes: object) -> 
     """Add rows to a record, in place of those of the same cases. Several processes may write one record.
 
     The record names the command that makes all rows, not the part of it that this process was asked for. Each row
-    says with how many threads its own process computed.
+    says on which processor, and with how many threads, its own process computed.
     """
     command = f"{_program()} --json results/{path.name}"
     machine = environment()["machine"]
     threads = machine.pop("threads")
-    rows = [{**row, "threads": threads} for row in rows]
+    rows = [{**row, "threads": threads, "processor": machine["processor"]} for row in rows]
     with FileLock(Path(tempfile.gettempdir()) / f"{path.name}.lock"):
         kept = kept_rows(path, [row["case"] for row in rows])
         write(path, [*kept, *rows], command=command, machine=machine, **notes)

@@ -1,7 +1,7 @@
 """Learned readers on real images, beside memory, linear heads and LoRA.
 
     python -m benchmarks.readers --json results/readers.json                   # resumes: rows in the record are kept
-    python -m benchmarks.readers --json results/readers.json --only LoRA       # one group of methods
+    python -m benchmarks.readers --json results/readers.json --only LoRA       # some groups of methods
     python -m benchmarks.readers --json results/readers.json --timing          # seconds per step, on a quiet machine
     python -m benchmarks.readers --table results/readers.json                  # the record as Markdown
 
@@ -17,7 +17,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,8 @@ from benchmarks.packs import (
     tested_row,
     time_training,
 )
+from benchmarks.reader_sweeps import SWEEPS, Sweep
 from vit_memory import Backbone, Recipe, Task, fit, new_task, open_data
-from vit_memory.choices import Optimiser
 from vit_memory.data.loading import default_workers
 from vit_memory.data.sources import Dataset
 from vit_memory.evaluation.reproduce import lora
@@ -55,52 +55,6 @@ from vit_memory.training.callbacks import Callbacks, Progress
 from vit_memory.training.fit import training_preprocessing
 from vit_memory.training.options import TrainingOptions
 
-READER: dict[str, Any] = {"regime": "reader"}
-BOTH: dict[str, Any] = {**READER, "rank": 8, "gains": True}
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """Methods that are trained at once, with three learning rates each."""
-
-    methods: Mapping[str, Mapping[str, Any]]  # arguments of new_task
-    steps: int
-    optimiser: Optimiser
-    rates: tuple[float, ...]
-
-
-SWEEPS = {
-    "readers": Sweep(
-        {
-            "head": {"regime": "head"},
-            "class": {"regime": "class"},
-            "5 cells": {"cells": 5},
-            "20 cells": {"cells": 20},
-            "gains": {**READER, "gains": True},
-            "rank 8": {**READER, "rank": 8},
-            "rank 8 + gains": BOTH,
-            "rank 8 + gains + patches": {**BOTH, "read_out": "patches"},
-            "rank 8 + gains + blocks:4": {**BOTH, "read_out": "blocks:4"},
-            "rank 8 + gains + blocks:4+patches": {**BOTH, "read_out": "blocks:4+patches"},
-        },
-        200,
-        "adamw",
-        (1e-3, 3e-3, 1e-2),
-    ),
-    # Memory as it was trained before there were readers, until it no longer improves.
-    "memory": Sweep({"5 cells, SGD": {"cells": 5}, "20 cells, SGD": {"cells": 20}}, 400, "sgd", (0.03, 0.1, 0.3)),
-    # Readers with as many steps as that.
-    "long": Sweep(
-        {
-            "rank 8 + gains, 400 steps": BOTH,
-            "rank 8 + gains + patches, 400 steps": {**BOTH, "read_out": "patches"},
-            "rank 8 + gains + blocks:4, 400 steps": {**BOTH, "read_out": "blocks:4"},
-        },
-        400,
-        "adamw",
-        (1e-3, 3e-3, 1e-2),
-    ),
-}
 LORA, LORA_RATES = "LoRA", (1e-3, 3e-3, 1e-2)
 LORA_RECIPE = Recipe(steps=100, batch=BATCH, evaluate_every=EVALUATE_EVERY)
 MEMORY = ("5 cells", "20 cells", "5 cells, SGD", "20 cells, SGD")
@@ -118,6 +72,7 @@ def train_sweep(
         seed=seed,
         evaluate_every=EVALUATE_EVERY,
         keep_best=True,
+        **sweep.recipe,
     )
     chosen: dict[str, tuple[float, Any, list[tuple[int, float]], dict[str, float]]] = {}
     for one_rates in sorted({tuple(rates[method]) for method in rates}):  # all methods of the same rates at once
@@ -167,7 +122,21 @@ def train_sweep(
 
 
 def _task(backbone: Backbone, name: str, labels: Sequence[str], arguments: Mapping[str, Any], seed: int) -> Task:
-    return new_task(backbone, name, labels, generator=torch.Generator().manual_seed(seed), **arguments)
+    arguments = dict(arguments)
+    blocks = arguments.pop("blocks", None)
+    task = new_task(backbone, name, labels, generator=torch.Generator().manual_seed(seed), **arguments)
+    return task if blocks is None else _updated_in(task, blocks)
+
+
+def _updated_in(task: Task, blocks: Sequence[int]) -> Task:
+    """The task with low-rank updates in these blocks only.
+
+    In the others A and B are zero, so the gradient of both is zero and they stay so.
+    """
+    assert task.reader is not None
+    kept = torch.zeros(task.memory.shape[0], 1, 1)
+    kept[list(blocks)] = 1
+    return replace(task, reader=task.reader.map(lambda tensor: tensor * kept))
 
 
 def train_lora(backbone: Backbone, dataset: Dataset, rates: Sequence[float], seed: int) -> dict[str, Any]:
@@ -295,9 +264,10 @@ def table(record: Mapping[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------------------------- the runs
 
 
-def cases(only: str | None) -> Iterator[str]:
-    """Groups of methods, composable ones first."""
-    yield from (name for name in (*SWEEPS, LORA) if only in (None, name))
+def cases(only: Sequence[str], seed: int) -> Iterator[str]:
+    """Groups of methods that are trained with that seed, composable ones first."""
+    yield from (name for name, sweep in SWEEPS.items() if name in only and seed < sweep.seeds)
+    yield from (name for name in (LORA,) if name in only)
 
 
 def run(asked: argparse.Namespace) -> None:
@@ -313,7 +283,7 @@ def run(asked: argparse.Namespace) -> None:
     for seed in range(asked.seeds):
         for pack in asked.packs:
             dataset = open_data(str(asked.shared / "data" / pack), seed=seed)
-            for group in cases(asked.only):
+            for group in cases(asked.only, seed):
                 methods = tuple(SWEEPS[group].methods) if group in SWEEPS else (group,)
                 missing = [m for m in methods if not any(is_row(row, pack, m, seed) for row in rows)]
                 if not missing:
@@ -349,7 +319,8 @@ def main() -> None:
     parser.add_argument("--shared", type=Path, default=Path("../shared"), help="folder of data/ and weights/")
     parser.add_argument("--packs", nargs="+", default=list(PACKS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", choices=[*SWEEPS, LORA], help="one group of methods")
+    groups = [*SWEEPS, LORA]
+    parser.add_argument("--only", nargs="+", choices=groups, default=groups, help="some groups of methods")
     parser.add_argument("--timing", action="store_true", help="measure seconds per step instead")
     parser.add_argument("--table", type=Path, help="print a record as Markdown instead")
     asked = parser.parse_args()
