@@ -242,7 +242,8 @@ def best_memory(rows: Sequence[Mapping[str, Any]]) -> str:
 def table(record: Mapping[str, Any]) -> str:
     """The record as Markdown: test accuracy by pack, and differences on the mean over packs."""
     rows = [row for row in record["rows"] if "right" in row]
-    methods = list(dict.fromkeys(row["method"] for row in rows))
+    tried = {method for sweep in SWEEPS.values() if sweep.seeds == 1 for method in sweep.methods}
+    methods = [method for method in dict.fromkeys(row["method"] for row in rows) if method not in tried]
     memory = best_memory(rows)
     lines = [
         f"| method | parameters | file | {' | '.join(PACKS)} | mean | against {memory} | against LoRA |",
@@ -258,6 +259,28 @@ def table(record: Mapping[str, Any]) -> str:
         lines.append(f"| {method} | {parameters} | {size} | {' | '.join([*cells, *differences])} |")
     seeds = {method: len({row["seed"] for row in rows if row["method"] == method}) for method in methods}
     lines.append(f"\nSeeds: {', '.join(f'{method} {count}' for method, count in seeds.items())}.")
+    return "\n".join(lines)
+
+
+def table_of_changes(record: Mapping[str, Any]) -> str:
+    """What was tried with the first seed only, as Markdown: validation and test accuracy against rank 8 (+ gains)."""
+    rows = [row for row in record["rows"] if row.get("seed") == 0 and "right" in row]
+    lines = [
+        f"| changed | validation | {' | '.join(PACKS)} | mean | against the same without the change |",
+        "|---|---|" + "---|" * (len(PACKS) + 2),
+    ]
+    changed = {m: None for sweep in SWEEPS.values() if sweep.seeds == 1 for m in sweep.methods}
+    longer = dict.fromkeys(SWEEPS["long"].methods)
+    for method in ("rank 8", "rank 8 + gains", *changed, *longer):
+        own = [row for row in rows if row["method"] == method]
+        if {row["pack"] for row in own} != set(PACKS):
+            continue
+        base = method.removesuffix(", 400 steps") if method in longer else "rank 8 + gains"
+        base = "rank 8" if method.endswith("of the blocks") else base
+        validation = percent(float(np.mean([row["validation"] for row in own])))
+        cells = [percent(mean_accuracy(own, method, pack)) for pack in (*PACKS, None)]
+        gap = "" if method in ("rank 8", base) else compare(rows, method, base)
+        lines.append(f"| {method} | {validation} | {' | '.join(cells)} | {gap} |")
     return "\n".join(lines)
 
 
@@ -326,7 +349,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.table:
         record = json.loads(asked.table.read_text())
-        print(f"{table(record)}\n\n{time_table(record['rows'])}")
+        print(f"{table(record)}\n\n{table_of_changes(record)}\n\n{time_table(record['rows'])}")
         return
     if asked.json is None:
         parser.error("give --json: the record is how it resumes.")
