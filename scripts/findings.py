@@ -54,13 +54,13 @@ class Findings:
         return _known("–" if found is None else points(found.interval), f"{method} against {other}")
 
     def verdict(self, method: str, other: str, dataset: str | None = None) -> str:
-        """Whether a method is above or below another, by the interval of the difference."""
+        """Whether a method is higher or lower than another, by the interval of the difference."""
         found = self._only(dataset).difference(method, other)
         if found is None:
             raise VitMemoryError(f"{method} against {other}: not in the records.")
         if not found.interval.excludes_zero:
-            return "not told apart from"
-        return "above" if found.interval.mean > 0 else "below"
+            return "not significantly different from"
+        return "higher than" if found.interval.mean > 0 else "lower than"
 
     def number(self, of: str) -> str:
         """How many trainings, datasets or test images there are; small numbers in words."""

@@ -39,6 +39,18 @@ def test_only_trainings_with_the_same_dataset_and_seed_are_compared():
     assert difference(rows("a", one), "a", "b") is None
 
 
+def test_the_order_of_datasets_does_not_change_an_interval():
+    rng = np.random.default_rng(2)
+    parts = [rows(m, rng.random((3, 200)) < 0.7, d) for d in ("b", "c", "a") for m in ("m", "other")]
+    there, back = ([row for part in order for row in part] for order in (parts, parts[::-1]))
+    for one, same in ((accuracy(there, "m"), accuracy(back, "m")), (_gap(there), _gap(back))):
+        assert (one.low, one.high) == pytest.approx((same.low, same.high), abs=1e-12)
+
+
+def _gap(tested):
+    return difference(tested, "m", "other").interval
+
+
 def test_the_interval_holds_the_true_accuracy_about_as_often_as_it_says():
     rng = np.random.default_rng(1)
     held = 0

@@ -1,6 +1,6 @@
 """vit-memory reproduce: the paper's experiments, at their own scale or at one that two cores can do."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,7 +143,7 @@ def _run(
     scale, sources = options.build_scale(), Sources(options.data)
     for name in (options.backbones or scale.backbone).split(","):
         backbone = _load(name, options, machine)
-        plans = [(experiment, _plan(experiment, scale, sources, backbone.depth, options)) for experiment in experiments]
+        plans = list(_plans(experiments, scale, sources, backbone.depth, options))
         if options.dry_run:
             for experiment, plan in plans:
                 _print_cost(experiment, plan, backbone, sources, options, training.image_size)
@@ -181,10 +181,30 @@ def _names(experiment: "Experiment", plan: "Plan", options: ReproduceOptions) ->
     return names
 
 
+def _plans(
+    experiments: "Sequence[Experiment]", scale: "Scale", sources: "Sources", depth: int, options: ReproduceOptions
+) -> "Iterator[tuple[Experiment, Plan]]":
+    """Every experiment with its plan; of several, those that the datasets do not suit are left out and named."""
+    from vit_memory.errors import DataError
+    from vit_memory.evaluation.reproduce.extension import COARSE
+
+    for experiment in experiments:
+        plan = _plan(experiment, scale, sources, depth, options)
+        if experiment.name == "extension" and not plan.coarse and not options.dry_run:
+            reason = (
+                f"none of {', '.join(plan.datasets)} has a column {COARSE}: extension needs coarse and fine labels of "
+                f"the same images."
+            )
+            if len(experiments) == 1:
+                raise DataError(reason)
+            typer.echo(f"extension is left out: {reason}", err=True)
+            continue
+        yield experiment, plan
+
+
 def _plan(
     experiment: "Experiment", scale: "Scale", sources: "Sources", depth: int, options: ReproduceOptions
 ) -> "Plan":
-    from vit_memory.errors import DataError
     from vit_memory.evaluation.reproduce.experiment import Plan
     from vit_memory.evaluation.reproduce.extension import COARSE
 
@@ -194,11 +214,6 @@ def _plan(
     coarse: tuple[str, ...] = ()
     if experiment.name == "extension":
         coarse = tuple(name for name in names if sources.has(name, COARSE))
-        if not coarse and not options.dry_run:
-            raise DataError(
-                f"none of {', '.join(names)} has a column {COARSE}: extension needs coarse and fine labels of the same "
-                f"images."
-            )
     return Plan(scale, names, coarse, depth)
 
 

@@ -36,7 +36,10 @@ def summary_section(evidence: Evidence) -> Section:
     ]
     parts: list[str | Table] = []
     titles = ("method", "points", "against", "verdict", "pairs")
-    note = "Points: difference of the mean test accuracies on the same images and seeds, with its 95 % interval."
+    note = (
+        "Points: difference of the mean test accuracies on the same images and seeds, with its 95 % interval. Higher "
+        "or lower: the interval excludes zero; not corrected for the number of comparisons."
+    )
     if steps:
         parts += ["Each step, from the smallest to the largest, against the one before:", Table(titles, tuple(steps))]
     if beside:
@@ -50,9 +53,9 @@ def _row(comparison: Comparison, method: str, other: str) -> tuple[str, ...] | N
     gap = comparison.difference(method, other)
     if gap is None:
         return None
-    verdict = "not told apart"
+    verdict = "no significant difference"
     if gap.interval.excludes_zero:
-        verdict = "above" if gap.interval.mean > 0 else "below"
+        verdict = "higher" if gap.interval.mean > 0 else "lower"
     return method, points(gap.interval), other, verdict, f"{gap.pairs} on {len(gap.datasets)} datasets"
 
 
