@@ -273,11 +273,12 @@ def table_of_changes(record: Mapping[str, Any]) -> str:
     longer = dict.fromkeys(SWEEPS["long"].methods)
     for method in ("rank 8", "rank 8 + gains", *changed, *longer):
         own = [row for row in rows if row["method"] == method]
-        if {row["pack"] for row in own} != set(PACKS):
+        if not own:
             continue
         base = method.removesuffix(", 400 steps") if method in longer else "rank 8 + gains"
         base = "rank 8" if method.endswith("of the blocks") else base
-        validation = percent(float(np.mean([row["validation"] for row in own])))
+        complete = {row["pack"] for row in own} == set(PACKS)
+        validation = percent(float(np.mean([row["validation"] for row in own])) if complete else math.nan)
         cells = [percent(mean_accuracy(own, method, pack)) for pack in (*PACKS, None)]
         gap = "" if method in ("rank 8", base) else compare(rows, method, base)
         lines.append(f"| {method} | {validation} | {' | '.join(cells)} | {gap} |")
