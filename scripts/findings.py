@@ -21,8 +21,7 @@ from vit_memory.evaluation.statistics import difference
 from vit_memory.report.experiments import evidence_of
 from vit_memory.report.experiments.accuracy import UNMASKED, is_ablation, main_comparison
 from vit_memory.report.experiments.evidence import Comparison, percent, points
-from vit_memory.report.experiments.summary import forgotten
-from vit_memory.report.experiments.together import extended_and_alone
+from vit_memory.report.experiments.together import extended_and_alone, forgotten
 
 RESULTS = Path(__file__).parents[1] / "results"
 EXPRESSION = re.compile(r"\{\{(.+?)\}\}", re.DOTALL)

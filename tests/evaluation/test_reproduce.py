@@ -12,13 +12,13 @@ from builders import images, library_model, tiny_backbone, trained
 from data.test_sources import as_png, pictures, write_folder
 from vit_memory import MemoryViT, load_backbone, new_task
 from vit_memory.cli import app
-from vit_memory.errors import DamagedFile, FileError
+from vit_memory.errors import DamagedFile, FileError, TrainingStopped
 from vit_memory.evaluation.reproduce import runner as runner_module
 from vit_memory.evaluation.reproduce.concatenation import _unmasked_answers
 from vit_memory.evaluation.reproduce.lora import LoraModel
 from vit_memory.evaluation.reproduce.methods import BOTH, FULL, HEAD, LORA, SHORT, UNMASKED, cells, variant
 from vit_memory.evaluation.reproduce.records import RecordFolder
-from vit_memory.evaluation.reproduce.runner import Runner, Sources, Training
+from vit_memory.evaluation.reproduce.runner import Runner, Sources, Training, with_prerequisites
 from vit_memory.evaluation.reproduce.scale import SMALL
 from vit_memory.evaluation.reproduce.variants import VariantSweep
 from vit_memory.graph import TaskGraph
@@ -107,6 +107,18 @@ def test_test_images_are_the_same_for_every_seed_and_unknown_to_all_trainings(ru
         assert not {*drawn.train.digests, *drawn.validation.digests} & set(first.test.digests)
 
 
+def test_what_a_training_needs_first_is_known_beforehand(runner):
+    parent = Training("first", cells(5), 1, 1)
+    child = Training("second", cells(5), 1, 1, parents=(parent,))
+    needed = with_prerequisites([child], runner.scale)
+    assert [(one.dataset, one.seed, one.per_class) for one in needed] == [
+        ("first", 0, 3),
+        ("first", 1, 1),
+        ("second", 0, 3),
+        ("second", 1, 1),
+    ]
+
+
 def test_a_coarse_task_has_the_images_of_the_fine_one(runner):
     lines = ["file,label,coarse_label,split"]
     for i, (_, pixels) in enumerate(pictures(14, seed=3)):
@@ -164,6 +176,13 @@ def test_lora_is_trained_by_peft_on_the_same_images(runner):
     (record,) = runner.train([Training("first", LORA, 0, 3)])
     width, depth = runner.backbone.width, runner.backbone.depth
     assert record.result["parameters"] == depth * 2 * 2 * 8 * width + 3 * width + 3  # A and B of q and v, and a head
+
+
+def test_lora_stops_when_asked_to(runner):
+    pytest.importorskip("peft", reason="peft is not installed")
+    with pytest.raises(TrainingStopped, match="after step 1 of 2"):
+        replace(runner, should_stop=lambda: True).train([Training("first", LORA, 0, 3)])
+    assert list(runner.records.all()) == []
 
 
 @pytest.mark.parametrize("variant", ["vit", "timm-vit:augreg", "dinov2-with-registers"])
@@ -283,6 +302,21 @@ def test_all_experiments_run_twice_and_report_what_they_found(data, backbone_fol
     for row in together["datasets"].values():
         assert row["alone_right"] == row["together_right"]
         assert row["largest_difference"] < 1e-5
+
+
+def test_extension_trains_a_chain_and_a_diamond(data, backbone_folder, tmp_path):
+    for name in ("first", "second"):
+        files = sorted(path.relative_to(data) for path in (data / name).rglob("*.png"))
+        coarse = {label: "xy"[i > 0] for i, label in enumerate(sorted({file.parts[1] for file in files}))}
+        lines = [f"{file.as_posix()},{file.parts[1]},{coarse[file.parts[1]]}" for file in files]
+        (data / f"{name}.csv").write_text("\n".join(["file,label,coarse_label", *lines]))
+    out, chosen = tmp_path / "out", ("--datasets", "first.csv,second.csv", "--methods", "5 cells")
+    result = reproduce("extension", data, backbone_folder, out, *chosen)
+    assert result.exit_code == 0, result.output
+    extends = [record.identity["extends"] for record in RecordFolder(out).all("training")]
+    assert ["first.csv coarse_label"] in extends
+    assert ["first.csv label", "second.csv coarse_label"] in extends
+    check_report(out, "Tasks built on one another")
 
 
 def test_extension_needs_coarse_labels(data, backbone_folder, tmp_path):

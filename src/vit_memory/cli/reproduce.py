@@ -268,6 +268,7 @@ def _print_cost(
 ) -> None:
     from vit_memory.errors import DataError
     from vit_memory.evaluation.reproduce.cost import KNOWN_DATASETS, Counts, estimate, time_backbone
+    from vit_memory.evaluation.reproduce.runner import rate_chooser, with_prerequisites
     from vit_memory.training.fit import training_preprocessing
     from vit_memory.training.trunk_shape import TrunkShape
 
@@ -275,6 +276,7 @@ def _print_cost(
     if options.methods is not None:
         names = _names(experiment, plan, options)
         trainings = [one for one in trainings if one.method.name in names]
+    trainings = with_prerequisites(trainings, plan.scale)
     counts = {}
     for name in dict.fromkeys(one.dataset for one in trainings):
         try:
@@ -285,11 +287,10 @@ def _print_cost(
             counts[name] = KNOWN_DATASETS[name]
     preprocessing = training_preprocessing(backbone, image_size)
     seconds = time_backbone(backbone, image_size, dict.fromkeys(one.method for one in trainings))
-    first, full = plan.scale.seeds[0], plan.scale.per_class
     rows = estimate(
         trainings,
         plan.scale,
-        lambda one: one.seed == first and one.per_class == full,
+        lambda one: one == rate_chooser(one, plan.scale),
         counts,
         seconds,
         TrunkShape.of(backbone, preprocessing.crop or backbone.roles.image_size),

@@ -21,7 +21,7 @@ class Table:
         """For a page."""
         numeric = set(range(1, len(self.titles)))
         note = paragraph(self.note, style="soft") if self.note else Markup()
-        return join([table(self.titles, self.rows, numeric), note])
+        return join([table(self.titles, self.rows, numeric, fold=False), note])  # folded rows are not printed
 
     def markdown(self) -> str:
         """For a file that people read as text."""

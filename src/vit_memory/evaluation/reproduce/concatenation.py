@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,7 +113,7 @@ def _naive(runner: Runner, datasets: Sequence[str], tasks: Sequence[Task], split
         bits = [torch.cat(parts).cpu().numpy() for parts in right]
         rows[dataset]["by_tasks"] = [float(values.mean()) for values in bits]
         rows[dataset]["alone"], rows[dataset]["together"] = float(bits[0].mean()), float(bits[-1].mean())
-        rows[dataset]["together_right"] = pack_bits(np.asarray(bits[-1]))
+        rows[dataset]["alone_right"], rows[dataset]["together_right"] = pack_bits(bits[0]), pack_bits(bits[-1])
     return {"datasets": rows}
 
 

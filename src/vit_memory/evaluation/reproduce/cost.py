@@ -197,5 +197,8 @@ def _estimate_group(
         own = seconds.own_pass[first.method.name]
         forward = settings * (trained + evaluated)
         spent = settings * (trained * own + evaluated * seconds.forward) + images.test * seconds.forward
+        if first.method.has_trunk:  # a branch starts from tokens that are computed once for all its settings
+            views = min(recipe.fixed_views or trained, epochs(images.train, recipe))
+            spent += min(trained, images.train * views) * seconds.forward
     passes = forward + images.test
     return Estimate(first.dataset, tuple(one.method.name for one in group), settings, passes, spent / 3600, stored)

@@ -20,7 +20,7 @@ def trainings(plan: Plan) -> list[Training]:
     own_pass = (branches(plan.depth)[1], LORA)
     first = plan.scale.seeds[0]
     chosen: list[Training] = []
-    for size in SIZES:
+    for size in (size for size in SIZES if size <= (plan.scale.per_class or size)):
         chosen += plan.trainings(one_pass, per_class=size)
         chosen += [one for one in plan.trainings(own_pass, per_class=size) if one.seed == first]
     return chosen

@@ -6,7 +6,7 @@ used for the other seeds and for fewer images. Test images are read once per tra
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -76,6 +76,21 @@ class Training:
             "seed": self.seed,
             "extends": [f"{parent.dataset} {parent.label}" for parent in self.parents],
         }
+
+
+def rate_chooser(training: Training, scale: Scale) -> Training:
+    """The training that searches the learning rate: of the first seed, with all images."""
+    parents = tuple(rate_chooser(parent, scale) for parent in training.parents)
+    return replace(training, seed=scale.seeds[0], per_class=scale.per_class, parents=parents)
+
+
+def with_prerequisites(trainings: Iterable[Training], scale: Scale) -> list[Training]:
+    """The trainings, before each its parents and the one that chooses its learning rate, each once."""
+    every: dict[Training, None] = {}
+    for one in trainings:
+        needed = [*one.parents, *(chooser for chooser in (rate_chooser(one, scale),) if chooser != one)]
+        every |= dict.fromkeys([*with_prerequisites(needed, scale), one])
+    return list(every)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +166,7 @@ class Runner:
             wanted = [one for one in trainings if one.seed == seed]
             for parent in dict.fromkeys(parent for one in wanted for parent in one.parents):
                 self.train([parent], weights=True)
-            choosers = dict.fromkeys(self.rate_chooser(one) for one in wanted)
+            choosers = dict.fromkeys(rate_chooser(one, self.scale) for one in wanted)
             self._train_missing([one for one in choosers if one not in wanted], weights=False)
             self._train_missing(wanted, weights)
         records = [self.find(training) for training in trainings]
@@ -164,11 +179,6 @@ class Runner:
         branch = file.with_suffix(".branch.safetensors")
         return load_task(file), load_branch(branch) if branch.exists() else None
 
-    def rate_chooser(self, training: Training) -> Training:
-        """The training that searches the learning rate: of the first seed, with all images."""
-        parents = tuple(self.rate_chooser(parent) for parent in training.parents)
-        return replace(training, seed=self.scale.seeds[0], per_class=self.scale.per_class, parents=parents)
-
     def images(self, training: Training) -> Images:
         """What it trains on, chooses by, and is tested on."""
         dataset, seed, count = self._dataset(training.dataset, FINE, training.seed), training.seed, training.per_class
@@ -177,8 +187,9 @@ class Runner:
         train, validation = dataset.train, dataset.validation
         if count is not None:
             train = train.per_class(count, seed)
-            # The validation images stay the same: few would choose an evaluation by chance.
-            validation = validation.per_class(self.scale.per_class or count, seed)
+        # The validation images are those of the full size: few would choose an evaluation by chance.
+        if self.scale.per_class is not None:
+            validation = validation.per_class(self.scale.per_class, seed)
         images = Images(dataset.labels, train, validation, dataset.test)
         if training.label == FINE:
             return images
@@ -262,7 +273,7 @@ class Runner:
     def _recipe(self, training: Training) -> Recipe | None:
         """The recipe, with the rate that was chosen; None if the training that chooses it has no record yet."""
         recipe = replace(self.scale.recipes[training.method.group], seed=training.seed)
-        chooser = self.rate_chooser(training)
+        chooser = rate_chooser(training, self.scale)
         if chooser == training:
             return recipe
         record = self.find(chooser)

@@ -19,9 +19,11 @@ from vit_memory.evaluation.reproduce.runner import Runner, Training
 
 def trainings(plan: Plan) -> list[Training]:
     """All columns; at the paper's scale unmasked memory of every size, else masked memory with as many steps as it."""
-    more: tuple[Method, ...] = (SHORT,)
+    more: tuple[Method, ...] = ()
     if plan.scale.name == "paper":
         more = tuple(cells(count, "memory-unmasked") for count in (1, 10, 20))
+    elif plan.scale.recipes[SHORT.group].steps < plan.scale.recipes["memory"].steps:
+        more = (SHORT,)
     return plan.trainings((*table_methods(plan.depth), *more))
 
 

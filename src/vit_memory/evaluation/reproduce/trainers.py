@@ -12,7 +12,7 @@ from vit_memory.backbone import Backbone
 from vit_memory.branch import Branch, new_branch
 from vit_memory.data.sources import Dataset
 from vit_memory.data.splits import Split
-from vit_memory.errors import TrainingError
+from vit_memory.errors import TrainingError, TrainingStopped
 from vit_memory.evaluation.inference import evaluate
 from vit_memory.evaluation.reproduce import lora
 from vit_memory.evaluation.reproduce.methods import Method
@@ -160,6 +160,8 @@ def _train_lora(job: Job, rates: Sequence[float]) -> Outcome:
 
     def report(step: int) -> None:
         job.on_progress(Progress(step, recipe.steps))
+        if job.should_stop():
+            raise TrainingStopped(f"stopped after step {step} of {recipe.steps}.")
 
     results = [
         lora.train_lora(job.backbone, images.train, images.validation, classes, recipe, preprocessing, rate, report)

@@ -45,17 +45,44 @@ def write_experiment_report(folder: Path) -> tuple[Path, Path]:
 
 
 def evidence_of(records: list[Record]) -> list[Evidence]:
-    """The records of every backbone; the one with most of them first."""
+    """The records of every backbone; the paper's comes first, else the one with most of them.
+
+    Raises FileError if records of one backbone are not comparable: other weights, image sizes or test images.
+    """
     names = sorted({record.identity["backbone"] for record in records})
     every = [Evidence(name, tuple(r for r in records if r.identity["backbone"] == name)) for name in names]
-    return sorted(every, key=lambda one: -len(one.records))
+    for one in every:
+        _check_comparable(one)
+    return sorted(every, key=lambda one: (not _is_papers(one), -len(one.records)))
+
+
+def _is_papers(evidence: Evidence) -> bool:
+    return "vit-base-patch32-224-in21k" in evidence.backbone
+
+
+def _check_comparable(evidence: Evidence) -> None:
+    """Records of different settings have different files where their identity differs; here they would meet."""
+    seen: dict[tuple[str, ...], str] = {}
+    for record in evidence.of_kind("training"):
+        settings, test_of = record.settings, (record.identity["dataset"], str(record.identity["label"]))
+        facts = {
+            ("weights",): settings["backbone_fingerprint"][:12],
+            ("preprocessing",): settings["preprocessing"],
+            ("test images of", *test_of): settings["data"]["test"],
+        }
+        for fact, value in facts.items():
+            if seen.setdefault(fact, value) != value:
+                raise FileError(
+                    f"records of {evidence.backbone!r} differ in {' '.join(fact)}: {seen[fact]} and {value}. They are "
+                    f"not comparable: keep runs with other settings in a folder of their own (--out)."
+                )
 
 
 def experiment_sections(every: list[Evidence]) -> Iterator[Section]:
     """All that the records allow, of the backbone with most of them; then the comparison of backbones."""
     main = every[0]
     yield summary_section(main)
-    yield from main_sections(main, paper="vit-base-patch32-224-in21k" in main.backbone)
+    yield from main_sections(main, paper=_is_papers(main))
     optional = (concatenation_section, example_section, extension_section, continual_section)
     for build in (*optional, fewshot_section, ablation_section):
         section = build(main)

@@ -139,7 +139,7 @@ def _charts(comparison: Comparison, methods: Sequence[str], timing: Mapping[str,
     means = {name: interval for name in methods if (interval := comparison.accuracy(name, datasets)) is not None}
     if not means:
         return Section("Size and speed of learning", ())
-    sizes = {name: sum(comparison.parameters(name) or (0, 0)) / 2 for name in means}
+    sizes = {name: comparison.mean_parameters(name) for name in means}
     dots = {name: (sizes[name], 100 * means[name].mean) for name in means}
     parts: list[Chart] = [
         Chart(
@@ -195,8 +195,9 @@ def fewshot_section(evidence: Evidence) -> Section | None:
         (
             f"Mean test accuracy over {', '.join(datasets)} by the number of training images per class. The learning "
             f"rate of a method is the one that was chosen with all images, and its best evaluation is chosen on the "
-            f"same validation images for every number. All numbers of a line have the seeds that its smallest has.",
-            Table(("method", *(str(size) for size in sizes)), tuple(table), smallest.note(methods)),
+            f"same validation images for every number. All numbers of a line have the seeds that its smallest has. "
+            f"Full fine-tuning and unmasked memory were left out.",
+            Table(("method", *(str(size) for size in sizes)), tuple(table), smallest.on(datasets).note(methods)),
             Chart(chart, "Mean test accuracy over the datasets; the number of images is logarithmic."),
         ),
     )
@@ -272,7 +273,7 @@ def architecture_section(every: Sequence[Evidence]) -> Section | None:
         (name, *(percent(comparison.accuracy(name, datasets)) for comparison in comparisons.values()))
         for name in methods
     )
-    notes = " ".join(f"{name}: {comparison.note(methods)}" for name, comparison in comparisons.items())
+    notes = " ".join(f"{name}: {own.on(datasets).note(methods)}" for name, own in comparisons.items())
     return Section(
         "Several backbones",
         (f"Mean test accuracy over {', '.join(datasets)}.", Table(("method", *comparisons), rows, notes)),

@@ -111,6 +111,11 @@ class Comparison:
         sizes = [record.result["parameters"] for record in self.of(method)]
         return (min(sizes), max(sizes)) if sizes else None
 
+    def mean_parameters(self, method: str) -> float:
+        """Of its trainings, mean over the datasets."""
+        sizes = {record.identity["dataset"]: record.result["parameters"] for record in self.of(method)}
+        return float(np.mean(list(sizes.values())))
+
     def curve(self, method: str, datasets: Sequence[str]) -> tuple[list[int], list[float]] | None:
         """Steps, and validation accuracy as the mean over datasets and their seeds."""
         by_dataset = []
@@ -137,7 +142,8 @@ class Comparison:
             if own is None and any(method.startswith(word) for word in ("branch", "LoRA", "full")):
                 return None
             epochs = math.ceil(recipe["steps"] / math.ceil(images / batch))
-            stored = images * min(recipe["views"] or epochs, epochs) * timing["forward"] if own is None else 0.0
+            reads_store = own is None or method.startswith("branch")
+            stored = images * min(recipe["views"] or epochs, epochs) * timing["forward"] if reads_store else 0.0
             seconds.append(stored + recipe["steps"] * batch * (timing["reading"] if own is None else own))
         return float(np.mean(seconds)) if seconds else None
 

@@ -14,7 +14,7 @@ from vit_memory.report.experiments.accuracy import (
     masked_counterpart,
 )
 from vit_memory.report.experiments.evidence import Comparison, Evidence, points
-from vit_memory.report.experiments.together import NAIVE
+from vit_memory.report.experiments.together import NAIVE, forgotten
 
 _WORDS = {
     UNMASKED: "unmasked memory, which changes every other answer",
@@ -27,11 +27,12 @@ def summary_section(evidence: Evidence) -> Section:
     """Order of the methods, masked against the others, concatenation, forgetting."""
     comparison = main_comparison(evidence)
     ladder = ladder_of(comparison)
+    composable = [method for method in ladder if method not in ("head", "class")]
     steps = [row for method, below in zip(ladder[1:], ladder, strict=False) if (row := _row(comparison, method, below))]
     beside = [
         row
         for other in OWN_PASS
-        for method in ([masked_counterpart(comparison)] if other == UNMASKED else ladder[2:])
+        for method in ([masked_counterpart(comparison)] if other == UNMASKED else composable)
         if (row := _row(comparison, method, other))
     ]
     parts: list[str | Table] = []
@@ -41,10 +42,12 @@ def summary_section(evidence: Evidence) -> Section:
         "or lower: the interval excludes zero; not corrected for the number of comparisons."
     )
     if steps:
-        parts += ["Each step, from the smallest to the largest, against the one before:", Table(titles, tuple(steps))]
+        table = Table(titles, tuple(steps), f"{note} {comparison.note(ladder)}")
+        parts += ["Each step, from the smallest to the largest, against the one before:", table]
     if beside:
+        compared = list(dict.fromkeys(name for method, _, other, *_ in beside for name in (method, other)))
         others = [f"{_WORDS[name]} ({comparison.steps(name)} steps)" for name in OWN_PASS if comparison.of(name)]
-        parts += [f"Our methods against {'; '.join(others)}:", Table(titles, tuple(beside), note)]
+        parts += [f"Our methods against {'; '.join(others)}:", Table(titles, tuple(beside), comparison.note(compared))]
     return Section("What was found", (*parts, *_together(evidence)))
 
 
@@ -80,7 +83,7 @@ def _together(evidence: Evidence) -> Iterator[str]:
         )
         yield f"Without a mask, tasks have {alone:.1f} % alone and {together:.1f} % put together, on the mean."
     arrived = evidence.together("continual")
-    if arrived:
+    if arrived and len(arrived[0].result["order"]) > 1:
         changes = [f"{method} {forgotten(arrived, method):+.1f}" for method in _methods(arrived)]
         yield (
             f"After {len(arrived[0].result['order'])} tasks arrived one after another, the accuracy on those before "
@@ -90,14 +93,3 @@ def _together(evidence: Evidence) -> Iterator[str]:
 
 def _methods(records: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys(record.identity["method"] for record in records))
-
-
-def forgotten(records: Sequence[Record], method: str) -> float:
-    """Accuracy at the end minus that at arrival, mean over the earlier tasks and over seeds, in points."""
-    changes = [
-        record.result["after"][-1][dataset]["test"] - record.result["after"][i][dataset]["test"]
-        for record in records
-        if record.identity["method"] == method
-        for i, dataset in enumerate(record.result["order"][:-1])
-    ]
-    return 100 * float(np.mean(changes))

@@ -6,7 +6,7 @@ import numpy as np
 
 from vit_memory.evaluation.reproduce.records import Record
 from vit_memory.evaluation.reproduce.runner import right_answers_of
-from vit_memory.evaluation.statistics import RightAnswers, accuracy, difference
+from vit_memory.evaluation.statistics import RightAnswers, accuracy, difference, unpack_bits
 from vit_memory.report.document import Chart, Figure, Section, Table
 from vit_memory.report.elements import Markup, bold, join, picture
 from vit_memory.report.experiments.charts import line_chart
@@ -25,10 +25,7 @@ def concatenation_section(evidence: Evidence) -> Section | None:
     for method in sorted(methods, key=lambda name: name == NAIVE):
         own = [record for record in records if record.identity["method"] == method]
         datasets = list(own[0].result["datasets"])
-        alone, together = (
-            float(np.mean([[r.result["datasets"][d][key] for d in datasets] for r in own]))
-            for key in ("alone", "together")
-        )
+        alone, together = (percent(accuracy(_answers(own, key), key)) for key in ("alone", "together"))
         masked = method != NAIVE
         worst = max(r.result["datasets"][d].get("largest_difference", 0.0) for r in own for d in datasets)
         others = sum(r.result["datasets"][d].get("other_answers", 0) for r in own for d in datasets)
@@ -38,8 +35,8 @@ def concatenation_section(evidence: Evidence) -> Section | None:
                 method if masked else f"{method} (naive: no mask)",
                 str(len(datasets)),
                 str(len(own)),
-                f"{100 * alone:.1f}",
-                f"{100 * together:.1f}",
+                alone,
+                together,
                 f"{worst:.1e}" if masked else "–",
                 str(others) if masked else "–",
                 ("yes" if identical else "NO") if masked else "no",
@@ -68,7 +65,8 @@ def concatenation_section(evidence: Evidence) -> Section | None:
         "One task per dataset, trained apart. Alone: the task on its own. Together: beside all others in one model. "
         "The largest difference is that of the logits; other answers counts test images whose class changed. The naive "
         "way puts tasks that were trained without a mask into one sequence in which everything reads everything.",
-        Table(titles, tuple(rows), f"n = {images} test images per seed. {commands(records)}"),
+        Table(titles, tuple(rows), f"n = {images} test images per seed, with 95 % intervals. {commands(records)}"),
+        _each_task(records),
         f"One pass with all tasks, as a multiple of the library's own pass: {'; '.join(costs)}.",
     ]
     naive = [record for record in records if record.identity["method"] == NAIVE]
@@ -84,6 +82,36 @@ def concatenation_section(evidence: Evidence) -> Section | None:
         chart = line_chart("Tasks put together without a mask", "tasks in the model", "test accuracy, %", lines)
         parts.append(Chart(chart, "Accuracy of each task as others are added to the same sequence without a mask."))
     return Section("Tasks trained apart, put together", parts)
+
+
+def _answers(records: Sequence[Record], key: str, dataset: str | None = None) -> list[RightAnswers]:
+    """Which test images were right, `alone` or `together`, of one dataset or of all."""
+    return [
+        RightAnswers(name, key, record.identity["seed"], unpack_bits(row[f"{key}_right"], row["test_images"]))
+        for record in records
+        for name, row in record.result["datasets"].items()
+        if dataset in (None, name)
+    ]
+
+
+def _each_task(records: Sequence[Record]) -> Table:
+    """Every task alone and beside all others, by method."""
+    by_method: dict[str, list[Record]] = {}
+    for record in records:
+        by_method.setdefault(record.identity["method"], []).append(record)
+    titles = [f"{method}, {key}" for method in by_method for key in ("alone", "together")]
+    rows = [
+        (
+            dataset,
+            *(
+                percent(accuracy(_answers(own, key, dataset), key))
+                for own in by_method.values()
+                for key in ("alone", "together")
+            ),
+        )
+        for dataset in records[0].result["datasets"]
+    ]
+    return Table(("task, accuracy in %", *titles), tuple(rows), commands(records))
 
 
 def extension_section(evidence: Evidence) -> Section | None:
@@ -111,7 +139,7 @@ def extension_section(evidence: Evidence) -> Section | None:
         (
             "A chain: fine labels on coarse ones, for the same training images. A diamond: fine labels on two tasks "
             "that both extend a third.",
-            Table(titles, tuple(rows), commands(extended)),
+            Table(titles, tuple(rows), f"{_count(extended)} {commands(extended)}"),
         ),
     )
 
@@ -143,7 +171,7 @@ def _renamed(record: Record, name: str) -> RightAnswers:
 def continual_section(evidence: Evidence) -> Section | None:
     """Accuracy on earlier tasks as new ones arrive."""
     records = evidence.together("continual")
-    if not records:
+    if not records or len(records[0].result["order"]) < 2:
         return None
     methods = list(dict.fromkeys(record.identity["method"] for record in records))
     order = records[0].result["order"]
@@ -152,15 +180,15 @@ def continual_section(evidence: Evidence) -> Section | None:
         own = [record for record in records if record.identity["method"] == method]
         first[method] = _over_time(own, order[:1], len(order))
         mean[method] = _over_time(own, order, len(order))
-        last = [float(np.mean([r.result["after"][-1][d]["test"] for r in own])) for d in order]
-        arrival = [float(np.mean([r.result["after"][i][d]["test"] for r in own])) for i, d in enumerate(order)]
-        lost = [100 * (a - b) for a, b in zip(arrival, last, strict=True)]
+        arrival = [_arrived(record, i) for record in own for i in range(len(order))]
+        last = [_arrived(record, i, -1) for record in own for i in range(len(order))]
+        lost = [-forgotten(own, method, [dataset]) for dataset in order[:-1]]
         rows.append(
             (
                 method,
-                f"{100 * np.mean(arrival):.1f}",
-                f"{100 * np.mean(last):.1f}",
-                f"{np.mean(lost):.1f}",
+                percent(accuracy(arrival, method)),
+                percent(accuracy(last, method)),
+                f"{-forgotten(own, method):.1f}",
                 f"{max(lost):.1f}",
                 ", ".join(str(record.identity["seed"]) for record in own),
             )
@@ -172,7 +200,7 @@ def continual_section(evidence: Evidence) -> Section | None:
         (
             f"The order is {', '.join(order)}. At arrival: accuracy on each task when it was the newest, mean over "
             f"tasks. At the end: on the same tasks after the last one arrived.",
-            Table(titles, tuple(rows), commands(records)),
+            Table(titles, tuple(rows), f"{_count(records)} {commands(records)}"),
             Chart(
                 line_chart(
                     f"The first task ({order[0]})",
@@ -193,6 +221,37 @@ def continual_section(evidence: Evidence) -> Section | None:
             ),
         ),
     )
+
+
+def _arrived(record: Record, i: int, after: int | None = None) -> RightAnswers:
+    """The answers of the i-th task when it arrived, or `after` some arrival."""
+    dataset = record.result["order"][i]
+    row = record.result["after"][i if after is None else after][dataset]
+    identity = record.identity
+    return RightAnswers(dataset, identity["method"], identity["seed"], unpack_bits(row["right"], row["test_images"]))
+
+
+def _count(records: Sequence[Record]) -> str:
+    """How many test images the datasets of the records have."""
+    images: dict[str, int] = {}
+    for record in records:
+        if record.kind == "continual":
+            images |= {name: row["test_images"] for name, row in record.result["after"][-1].items()}
+        else:
+            images[record.identity["dataset"]] = record.result["test_images"]
+    return f"n = {sum(images.values())} test images of {len(images)} dataset{'s' * (len(images) != 1)}."
+
+
+def forgotten(records: Sequence[Record], method: str, datasets: Sequence[str] | None = None) -> float:
+    """Accuracy at the end minus that at arrival, mean over the earlier tasks (or some) and over seeds, in points."""
+    changes = [
+        record.result["after"][-1][dataset]["test"] - record.result["after"][i][dataset]["test"]
+        for record in records
+        if record.identity["method"] == method
+        for i, dataset in enumerate(record.result["order"][:-1])
+        if datasets is None or dataset in datasets
+    ]
+    return 100 * float(np.mean(changes))
 
 
 def _over_time(records: Sequence[Record], datasets: Sequence[str], count: int) -> list[float]:
