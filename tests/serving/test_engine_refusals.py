@@ -127,6 +127,34 @@ def test_an_exception_in_one_pass_does_not_stop_the_engine(passes, caplog):
     assert "out of memory" in caplog.text
 
 
+def test_passes_that_keep_failing_are_a_fault_until_one_does_not(passes):
+    async def run():
+        async with Engine(model_of("a"), EngineOptions(max_batch=1)) as engine:
+            for count in range(1, 5):
+                passes.fail = RuntimeError("device lost")
+                with pytest.raises(ServingError, match="device lost"):
+                    await engine.predict(jpeg())
+                assert (engine.fault is None) == (count < 3)
+            assert "the last 4 passes" in engine.fault
+            await engine.predict(jpeg())
+            assert engine.fault is None
+
+    asyncio.run(run())
+
+
+def test_too_little_memory_to_decode_is_not_the_images_fault(monkeypatch):
+    def decode(*_, **__):
+        raise MemoryError
+
+    async def run():
+        async with Engine(model_of("a")) as engine:
+            monkeypatch.setattr("vit_memory.data.decoding.Encoded.decode", decode)
+            with pytest.raises(ServingError, match="too little memory"):
+                await engine.predict(jpeg())
+
+    asyncio.run(run())
+
+
 def test_close_answers_what_was_admitted_and_refuses_the_rest(passes):
     async def run():
         engine = Engine(model_of("a"), EngineOptions(max_batch=2, max_wait_ms=1e6))

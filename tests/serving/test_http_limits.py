@@ -1,5 +1,6 @@
 """Limits over a real connection: sizes while a body arrives, time, room in the queue, and clients that go away."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -230,6 +231,35 @@ def test_a_client_that_does_not_finish_cannot_hold_a_connection_after_an_answer(
                 assert connection.recv(65536) == b""
             assert time.monotonic() - started < 15
         assert httpx.get(f"{url}/v2/health/live").status_code == 200
+
+
+def test_a_client_that_does_not_read_its_answer_cannot_hold_it_in_memory(monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("vit_memory.serving.task_routes.task_bytes", lambda task: bytes(50_000_000))
+    with live(create_app(model_of("one")), http=connections.GuardedConnection) as url:
+        with connect(url) as connection:
+            connection.sendall(b"GET /v1/tasks/one/file HTTP/1.1\r\nHost: x\r\n\r\n")
+            time.sleep(4)
+            received = 0
+            with contextlib.suppress(ConnectionResetError):
+                while part := connection.recv(2**20):
+                    received += len(part)
+            assert received < 50_000_000, "the rest was dropped"
+        with httpx.stream("GET", f"{url}/v1/tasks/one/file") as slow:  # one that reads, with pauses, gets it all
+            received = 0
+            for part in slow.iter_raw(5_000_000):
+                received += len(part)
+                time.sleep(0.2)
+            assert received == 50_000_000
+
+
+def test_a_request_that_is_cut_off_by_a_stop_gets_a_problem(monkeypatch):
+    async def predict(*_, **__):
+        raise asyncio.CancelledError
+
+    with serving() as (url, state):
+        monkeypatch.setattr(state.engine, "predict", predict)
+        check_problem(httpx.post(f"{url}/v1/predict", content=jpeg(), headers=IMAGE), 503)
 
 
 def test_the_beginning_of_a_second_request_does_not_end_the_first(monkeypatch):

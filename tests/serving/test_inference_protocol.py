@@ -228,6 +228,10 @@ JSON_FAULTS = {
     "unknown name": ({"inputs": [image_input(name="x")]}, "called 'x'; expected 'image' or 'pixels'"),
     "name is a list": ({"inputs": [image_input(name=[])]}, "expected 'image' or 'pixels'"),
     "wrong datatype": ({"inputs": [image_input(datatype="FP32")]}, "datatype 'FP32', expected BYTES"),
+    "numbers and a long text": (
+        {"inputs": [pixel_input(data=[0.0] * 3071 + ["x" * 60_000])]},
+        "must hold 3072 numbers",
+    ),
     "half precision": ({"inputs": [pixel_input(datatype="FP16")]}, "datatype 'FP16', expected FP32"),
     "no datatype": ({"inputs": [image_input(datatype=None)]}, "expected BYTES"),
     "no shape": ({"inputs": [image_input(shape=None)]}, "'shape' must be a list of whole numbers"),

@@ -81,7 +81,9 @@ class LimitOptions:
     max_body_mb: Annotated[
         float, typer.Option(min=0.001, help="Megabytes of a prediction's body.", rich_help_panel=_LIMITS)
     ] = 64
-    max_images: Annotated[int, typer.Option(min=1, help="Images per request.", rich_help_panel=_LIMITS)] = 64
+    max_images: Annotated[
+        int, typer.Option(min=1, help="Images per request; never more than --max-queue.", rich_help_panel=_LIMITS)
+    ] = 64
     max_pixels: Annotated[
         int, typer.Option(min=1, help="Pixels of an image, at most 100 million.", rich_help_panel=_LIMITS)
     ] = 50_000_000
@@ -97,9 +99,11 @@ class LimitOptions:
         from vit_memory.serving.settings import Limits
 
         defaults = Limits()
+        body = int(self.max_body_mb * 2**20)
         return Limits(
-            max_body_bytes=int(self.max_body_mb * 2**20),
-            max_images=self.max_images,
+            max_body_bytes=body,
+            max_bodies_bytes=max(defaults.max_bodies_bytes, body),
+            max_images=min(self.max_images, self.max_queue),  # more would be refused on every try
             max_timeout_s=max(defaults.max_timeout_s, self.timeout_s),
         )
 

@@ -1,4 +1,4 @@
-"""Connections that cannot be held by a client that never finishes what it sends.
+"""Connections that cannot be held by a client that never finishes what it sends, or never reads its answer.
 
 uvicorn leaves that to a proxy: with its faster parser, headers may be of any size and take any time, and the first byte
 after an answer ends its keep-alive timeout. Bodies that a route reads have their own limits, in `limits.py`.
@@ -25,6 +25,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().connection_made(transport)
         self._in_head, self._heads, self._head_bytes = True, 0, 0
         self._timer: asyncio.TimerHandle | None = None
+        self._unsent: int | None = None  # bytes of an answer that the client had not read when it was last looked at
         self._restart_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -65,12 +66,12 @@ class GuardedConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Called by uvicorn when an answer is written."""
         super().on_response_complete()
+        self._unsent = None
         self._restart_timer()
 
     def _restart_timer(self) -> None:
         self._stop_timer()
-        if not self.transport.is_closing():
-            self._timer = asyncio.get_running_loop().call_later(HEAD_TIMEOUT_S, self._give_up)
+        self._timer = asyncio.get_running_loop().call_later(HEAD_TIMEOUT_S, self._give_up)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -78,7 +79,14 @@ class GuardedConnection(HttpToolsProtocol):
             self._timer = None
 
     def _give_up(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
-            self.transport.close()
-        else:  # a route is at work on a request, and this is the head of one that was sent after it
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._restart_timer()  # a route is at work on a request, and this is the head of one that was sent after it
+            return
+        unsent = self.transport.get_write_buffer_size()
+        if unsent and (self._unsent is None or unsent < self._unsent):  # the client reads, slowly
+            self._unsent = unsent
             self._restart_timer()
+        elif unsent:  # closing would wait for a client that does not read, and keep the answer in memory
+            self.transport.abort()
+        else:
+            self.transport.close()

@@ -41,6 +41,7 @@ __all__ = ["Answer", "Engine", "EngineOptions", "EngineStats", "Observer", "Orig
 
 log = logging.getLogger(__name__)
 _DEFAULTS = EngineOptions()
+_FAILURES, _FAULT_S = 3, 60.0  # so many failed passes in a row are a fault, for so long
 
 
 class Engine:
@@ -128,6 +129,19 @@ class Engine:
     def task_set(self) -> TaskSet:
         """The current version of the task set."""
         return self._task_set
+
+    @property
+    def fault(self) -> str | None:
+        """Why requests cannot be answered now; None if they can.
+
+        After a minute without a failed pass it is None again: without requests nobody would learn that all is well.
+        """
+        counts = self._counts
+        if self._loop is not None and not self._model_thread.is_alive():
+            return "the thread of the model has ended."
+        if counts.failures >= _FAILURES and time.monotonic() - counts.failed_at < _FAULT_S:
+            return f"the last {counts.failures} passes of the model failed; the log has the reason."
+        return None
 
     @property
     def stats(self) -> EngineStats:
@@ -290,7 +304,11 @@ class Engine:
     def _deliver(self, done: Pass) -> None:
         self._counts.computed(len(done.parts), done.seconds)
         self._tell(lambda observer: observer.computed(len(done.parts), len(done.tasks), done.seconds))
-        if done.error is not None:
+        if done.error is None:
+            self._counts.failures = 0
+        else:
+            self._counts.failures += 1
+            self._counts.failed_at = time.monotonic()
             self._fail_pass(done, done.error)
         for part, result in done.results():
             if not part.explain:

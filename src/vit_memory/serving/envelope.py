@@ -48,9 +48,11 @@ class Envelope:
                 await self._app(scope, exchange.receive, exchange.send)
         except ClientDisconnect:
             exchange.status = CLIENT_GONE
-        except asyncio.CancelledError:
-            exchange.status = exchange.status or 503  # the server stops and waits no longer
-            raise
+        except asyncio.CancelledError:  # the server stops and waits no longer
+            if exchange.status:
+                raise
+            problem = ProblemError(503, "the server is stopping.")
+            await problem.response(scope["path"], exchange.id)(scope, receive, exchange.send)
         except Exception:
             log.exception("a request failed; this is a bug", extra={"fields": {"request_id": exchange.id}})
             if exchange.status:

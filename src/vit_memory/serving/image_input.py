@@ -12,7 +12,7 @@ from vit_memory.backbone import Backbone
 from vit_memory.data.decoding import Encoded
 from vit_memory.data.resizing import resized_size
 from vit_memory.data.transforms import EvalTransform
-from vit_memory.errors import BadImage, DataError, ImageError, VitMemoryError
+from vit_memory.errors import BadImage, DataError, ImageError, ServingError, VitMemoryError
 from vit_memory.preprocessing import Preprocessing
 from vit_memory.serving.requests import Request
 
@@ -102,9 +102,11 @@ def _check_tensor(image: Tensor, backbone: Backbone, name: str) -> Tensor:
 
 
 def as_image_error(error: Exception, name: str) -> VitMemoryError:
-    """What a request is told of an exception while its image was decoded: our own errors, else BadImage."""
+    """What a request is told of an exception while its image was decoded: our own errors, else mostly BadImage."""
     if isinstance(error, VitMemoryError):
         return error
+    if isinstance(error, MemoryError):  # not the image's fault: a client may try again
+        return ServingError(f"{name}: the server has too little memory to decode it now.")
     return BadImage(name, f"it cannot be read ({_type_name(error)}: {error})")
 
 

@@ -66,6 +66,8 @@ def _add_server_routes(routes: APIRouter, state: ServerState) -> None:
         """Whether requests are taken."""
         if state.stopping:
             raise ProblemError(503, "the server is stopping.")
+        if state.engine.fault is not None:
+            raise ProblemError(503, state.engine.fault)
         return {"ready": True}
 
     @routes.get("/v2", dependencies=[PREDICT])

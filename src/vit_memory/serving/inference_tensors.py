@@ -264,12 +264,21 @@ def _files_from_bytes(data: memoryview, shape: tuple[int, ...], where: str) -> S
 
 def _pixels_from_json(data: list[Any], shape: tuple[int, ...], where: str) -> Sequence[Tensor]:
     try:
-        values = np.array(data)  # without a dtype: with one, numpy would read texts as numbers
+        # Only numbers: of texts, numpy would make an array with room for the longest one in every place.
+        values = np.array(data if _only_numbers(data, len(shape)) else None)
     except ValueError:  # rows of different lengths
         values = np.array(None)
     if values.dtype.kind not in "iuf" or values.shape not in (shape, (math.prod(shape),)):
         raise _malformed(f"{where}: 'data' must hold {math.prod(shape)} numbers, flat or nested as {list(shape)}.")
     return _planes(values, shape)
+
+
+def _only_numbers(data: list[Any], levels: int) -> bool:
+    """Whether lists, nested so many levels deep at most, hold nothing but numbers."""
+    types = set(map(type, data))
+    if types == {list} and levels > 1:
+        return all(_only_numbers(row, levels - 1) for row in data)
+    return types <= {int, float}
 
 
 def _pixels_from_bytes(data: memoryview, shape: tuple[int, ...], where: str) -> Sequence[Tensor]:

@@ -64,6 +64,10 @@ class ModelThread:
         """Wait for its end."""
         self._thread.join()
 
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self._thread.is_alive()
+
     def prepare_for(self, task_set: TaskSet, max_batch: int) -> None:
         """In idle moments from now on, prove the join plan of passes with all tasks of this version, and measure them.
 

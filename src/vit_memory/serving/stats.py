@@ -60,6 +60,8 @@ class Counts:
     largest_batch: int = 0
     changes: int = 0
     cost: float | None = None
+    failures: int = 0  # passes that failed since the last one that did not
+    failed_at: float = 0.0  # when the last of them did, in seconds of the monotonic clock
 
     def computed(self, images: int, seconds: float) -> None:
         """Count a pass."""

@@ -52,7 +52,7 @@ class TaskStore:
 
     def __init__(self, engine: Engine, folder: BundleFolder | None = None, run_folder: Path | None = None) -> None:
         """`run_folder` is where the processes of one server share which tasks are unloaded."""
-        self._engine, self._folder = engine, folder
+        self._engine, self._folder, self._run_folder = engine, folder, run_folder
         self._held: TaskGraph = engine.task_set.tasks
         self._unloaded: frozenset[str] = frozenset()
         self._unloaded_file = None if run_folder is None else run_folder / _UNLOADED
@@ -73,8 +73,8 @@ class TaskStore:
 
     @property
     def persistent(self) -> bool:
-        """Whether changes outlast the server."""
-        return self._folder is not None
+        """Whether changes outlast the server. What workers share in their run folder goes when it stops."""
+        return self._folder is not None and self._run_folder not in self._folder.folder.parents
 
     async def put(self, item: Task | Branch, check: Check = lambda _: None) -> TaskSet:
         """Hold and serve a task or branch, in the place of one that has its name."""
@@ -176,10 +176,13 @@ class TaskStore:
         return await asyncio.shield(asyncio.create_task(self._locked(edit)))
 
     async def _locked(self, edit: Callable[[], "_Edit"]) -> TaskSet:
-        """Make a change: one at a time, of all processes, and after all others' changes."""
+        """Make a change: one at a time, of all processes, and after all others' changes.
+
+        The edit runs beside the event loop: a new graph computes the digests of its branches, which may be large.
+        """
         async with self._turn:
             if self._folder is None:
-                return await self._serve(edit())
+                return await self._serve(await asyncio.to_thread(edit))
             lock = changing(self._folder.folder)
             try:
                 await asyncio.to_thread(lock.__enter__)
@@ -188,7 +191,7 @@ class TaskStore:
             try:
                 if self._stamps(self._folder) != self._seen:
                     await self._follow_before_a_change()
-                task_set = await self._serve(edit())
+                task_set = await self._serve(await asyncio.to_thread(edit))
                 self._seen = self._stamps(self._folder)
                 return task_set
             finally:
@@ -227,14 +230,18 @@ class TaskStore:
         served = edit.held.remove(*edit.unloaded) if edit.unloaded else edit.held
 
         def commit() -> None:
+            wrote = False
             try:
                 if self._folder is not None and edit.write is not None:
                     edit.write(self._folder)
+                    wrote = True
                 names = None if edit.by_others else self._unloaded_file
                 if names is not None and edit.unloaded != _read_names(names):
                     write_atomic(names, [json.dumps(sorted(edit.unloaded)).encode()])
             except FileError as error:
-                raise ProblemError(503, f"nothing was changed: {error}") from error
+                if not wrote:
+                    raise ProblemError(503, f"nothing was changed: {error}") from error
+                log.error("the change is made, but other workers do not learn which tasks are unloaded: %s", error)
 
         task_set = await self._engine.replace(
             lambda current: current.with_only(list(served.values()), list(served.branches.values())), commit
