@@ -1,4 +1,4 @@
-"""results/findings.md: every number in it is computed from a record."""
+"""results/: every file has a command that makes it, and every number of findings.md is computed from a record."""
 
 import re
 import sys
@@ -13,6 +13,17 @@ import findings
 TEMPLATE = (findings.RESULTS / "findings.template.md").read_text(encoding="utf-8")
 # Digits that are part of a name, not a result: methods, datasets, the backbone, and the level of all intervals.
 NAMES = ("5 cells", "rank 8 + gains", "branch of 6 blocks", "DINOv2-S/14", "95 %")
+
+
+def test_every_result_has_a_command_that_exists():
+    root, text = findings.RESULTS.parent, (findings.RESULTS / "README.md").read_text(encoding="utf-8")
+    files = {path.name for path in findings.RESULTS.glob("*.json")}
+    assert files - set(re.findall(r"`([\w.]+\.json)`", text)) == set()
+    programs = [
+        *re.findall(r"(scripts/\w+\.py)", text),
+        *(f"benchmarks/{m}.py" for m in re.findall(r"-m benchmarks\.([a-z_]+)", text)),
+    ]
+    assert [name for name in programs if not (root / name).exists()] == []
 
 
 def test_the_page_is_what_the_records_say():

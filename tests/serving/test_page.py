@@ -5,7 +5,6 @@ Needs `pip install 'vit-memory[serve,browser]'` and a chromium (`apt-get install
 
 import io
 import re
-import shutil
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +17,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 from visits import Visit, serving
 
+from browser import WIDTHS
 from builders import trained, trained_branch
 from vit_memory import MemoryViT, load_backbone, save_task
 from vit_memory.data.decoding import decode
@@ -25,12 +25,7 @@ from vit_memory.data.transforms import EvalTransform
 from vit_memory.predictions import predictions
 from vit_memory.serving import page_routes
 
-WIDTHS = (1280, 400)
 ANSWER = re.compile(r"v1/predict\?top_k=\d+$")  # of all tasks; requests to compare and to explain name more
-ARGUMENTS = [
-    *("--no-sandbox", "--headless", "--disable-gpu", "--disable-background-networking"),
-    *("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"),  # a camera that shows a moving disc
-]
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +51,6 @@ def tasks(backbone):
 def url(tmp_path_factory, tasks):
     with serving(tmp_path_factory.mktemp("page") / "zoo", *tasks) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("no chromium on this machine: apt-get install chromium")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
