@@ -56,10 +56,10 @@ def _row(comparison: Comparison, method: str, other: str) -> tuple[str, ...] | N
     gap = comparison.difference(method, other)
     if gap is None:
         return None
-    verdict = "no significant difference"
+    count, verdict = len(gap.datasets), "no significant difference"
     if gap.interval.excludes_zero:
         verdict = "higher" if gap.interval.mean > 0 else "lower"
-    return method, points(gap.interval), other, verdict, f"{gap.pairs} on {len(gap.datasets)} datasets"
+    return method, points(gap.interval), other, verdict, f"{gap.pairs} on {count} dataset{'s' * (count != 1)}"
 
 
 def _together(evidence: Evidence) -> Iterator[str]:
