@@ -84,8 +84,8 @@ class Findings:
         """The experiments that have no records yet."""
         trained = self.evidence.of_kind("training")
         recorded = {
-            "unmasked memory": bool(self.main.of(UNMASKED)),
-            "full fine-tuning": bool(self.main.of("full")),
+            "unmasked memory": self._everywhere(UNMASKED),
+            "full fine-tuning on all datasets": self._everywhere("full"),
             "tasks put together": bool(self.evidence.of_kind("concatenation")),
             "tasks that extend others": any(record.identity["extends"] for record in trained),
             "tasks that arrive one after another": bool(self.evidence.of_kind("continual")),
@@ -93,6 +93,9 @@ class Findings:
             "variants of memory": any(is_ablation(record.identity["method"]) for record in trained),
         }
         return ", ".join(name for name, has_records in recorded.items() if not has_records) or "nothing"
+
+    def _everywhere(self, method: str) -> bool:
+        return self.main.accuracy(method, self.main.datasets()) is not None
 
     def together(self, method: str, what: str) -> str:
         """Of tasks that were trained apart and put together.
