@@ -97,7 +97,11 @@ def test_the_page_shows_what_the_model_answers(visit, url, backbone, tasks, phot
     assert [float(value.replace("−", "-")) for value in values] == pytest.approx(
         list(expected["height"].values.values()), rel=1e-3
     )
+    assert here.card("pens").locator(".winner .label").inner_text() == expected["pens"].label  # it stands on a branch
+    assert here.page.locator("#legend-branch").is_visible()
     here.page.locator(".card.original").get_by_text("identical to the bit").wait_for()
+    assert re.search(r"\d", here.page.locator("#live-time").inner_text())
+    here.page.locator("#cost-bars li").first.wait_for()  # measured in an idle moment
     assert "5 tasks answered in one pass" in here.page.locator("#summary").inner_text()
     here.page.get_by_role("link", name="Metrics").wait_for()
     here.check()
