@@ -11,7 +11,7 @@ VitMemoryError
 ├── DataError                a source of images cannot be opened, or not be used for this
 │   └── BadImage             one image in it cannot be decoded
 ├── TrainingError            a task cannot be trained this way, or training came to nothing
-│   └── TrainingStopped      it was asked to stop, and did so where it can be gone on with
+│   └── TrainingStopped      it was asked to stop, and did
 ├── FileError                a file or bundle cannot be read or written
 │   ├── DamagedFile          it is not what it says it is
 │   ├── NewerFormat          a later version wrote it
@@ -85,7 +85,7 @@ class TrainingError(VitMemoryError):
 
 
 class TrainingStopped(TrainingError):  # noqa: N818
-    """A training was asked to stop, and did so where it can be gone on with."""
+    """A training stopped because it was asked to; `fit` with a checkpoint resumes it."""
 
 
 class FileError(VitMemoryError):
