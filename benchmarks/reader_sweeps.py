@@ -50,10 +50,11 @@ SWEEPS: Mapping[str, Sweep] = {
         },
         400,
     ),
+    "larger": Sweep({f"rank {rank} + gains": {**BOTH, "rank": rank} for rank in (16, 32)}),
     # What else a reader could be, with one seed each.
     "shapes": Sweep(
         {
-            **{f"rank {rank} + gains": {**BOTH, "rank": rank} for rank in (2, 4, 16, 32)},
+            **{f"rank {rank} + gains": {**BOTH, "rank": rank} for rank in (2, 4)},
             "rank 8 on q+v+o + gains": {**BOTH, "projections": ("q", "v", "o")},
             "rank 8 on all + gains": {**BOTH, "projections": ("q", "k", "v", "o", "fc1", "fc2")},
             "rank 8, first half of the blocks": {**READER, "rank": 8, "blocks": range(6)},

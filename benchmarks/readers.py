@@ -269,13 +269,12 @@ def table_of_changes(record: Mapping[str, Any]) -> str:
         f"| changed | validation | {' | '.join(PACKS)} | mean | against the same without the change |",
         "|---|---|" + "---|" * (len(PACKS) + 2),
     ]
-    changed = {m: None for sweep in SWEEPS.values() if sweep.seeds == 1 for m in sweep.methods}
-    longer = dict.fromkeys(SWEEPS["long"].methods)
-    for method in ("rank 8", "rank 8 + gains", *changed, *longer):
+    changed = [m for name, sweep in SWEEPS.items() if name not in ("readers", "memory") for m in sweep.methods]
+    for method in ("rank 8", "rank 8 + gains", *changed):
         own = [row for row in rows if row["method"] == method]
         if not own:
             continue
-        base = method.removesuffix(", 400 steps") if method in longer else "rank 8 + gains"
+        base = method.removesuffix(", 400 steps") if method.endswith(", 400 steps") else "rank 8 + gains"
         base = "rank 8" if method.endswith("of the blocks") else base
         complete = {row["pack"] for row in own} == set(PACKS)
         validation = percent(float(np.mean([row["validation"] for row in own])) if complete else math.nan)
