@@ -39,7 +39,7 @@ class Findings:
     def functions(self) -> Mapping[str, Callable[..., str]]:
         """By the name that the template calls them."""
         about_one = ("accuracy", "gap", "verdict", "number", "seeds", "steps", "setting", "missing")
-        names = (*about_one, "together", "forgotten", "extended")
+        names = (*about_one, "together", "measured_seeds", "forgotten", "extended")
         return {name: getattr(self, name) for name in names}
 
     def accuracy(self, method: str, dataset: str | None = None, *, per_class: int | None = None) -> str:
@@ -109,6 +109,10 @@ class Findings:
             return f"{max(row['largest_difference'] for row in rows):.1e}"
         changed = {"changed": "other_answers", "images": "test_images"}[what]
         return str(sum(row[changed] for row in rows))
+
+    def measured_seeds(self, kind: str, method: str) -> str:
+        """With how many seeds the tasks of a method were measured together."""
+        return _NUMBERS[len(self._measured(kind, method))]
 
     def forgotten(self, method: str) -> str:
         """Accuracy after the last task arrived minus that at arrival, mean over earlier tasks and seeds, in points."""
