@@ -20,7 +20,6 @@ the processors is in each row. Two cores run everything, so over HTTP the server
 import argparse
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -33,6 +32,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from vit_memory.serving.engine import Engine
 
 TASKS, BATCH, WAITING, CONNECTIONS, CLASSES = 16, 16, 64, 32, 10
 BACKBONES = ("bundled", "vit-b32")
+NOT_INSTALLED = "not installed"
 TARGETS = {"engine": ("bare", 0.95), "http": ("engine", 0.9)}
 
 
@@ -62,6 +63,14 @@ def backbone_source(name: str, folder: Path) -> str:
     ViTModel(ViTConfig(patch_size=32), add_pooling_layer=False).save_pretrained(folder / name)
     ViTImageProcessor().save_pretrained(folder / name)
     return str(folder / name)
+
+
+def litserve_version() -> str:
+    """For the record, which says so where the peer was left out."""
+    try:
+        return version("litserve")
+    except PackageNotFoundError:
+        return NOT_INSTALLED
 
 
 def tasks_of(backbone: Backbone) -> list[Any]:
@@ -195,8 +204,8 @@ def measure(name: str, folder: Path, rounds: int, seconds: float) -> Iterator[di
         command = [sys.executable, "-m", "vit_memory", *words]
         running.enter_context(server(command, port, "/v2/health/ready", folder / "serve.log"))
         sides["http"] = lambda: load(port, seconds, "--connections", str(CONNECTIONS))
-        if importlib.util.find_spec("litserve") is None:
-            print("litserve is not installed: left out")
+        if litserve_version() == NOT_INSTALLED:
+            print("litserve is not installed: left out", file=sys.stderr)
         else:
             for passes in (1, TASKS):
                 own = free_port()
@@ -206,8 +215,8 @@ def measure(name: str, folder: Path, rounds: int, seconds: float) -> Iterator[di
                 sides[side] = lambda own=own: load(  # type: ignore[misc]
                     own, seconds, "--path", "/predict", "--form", "image", "--connections", str(CONNECTIONS)
                 )
-        for side in sides.values():
-            side()  # join plans, caches, connections
+        for warm_up in sides.values():
+            warm_up()  # join plans, caches, connections
         found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
         for number in range(rounds):
             order = list(sides) if number % 2 else list(reversed(sides))
@@ -245,9 +254,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="the record; rows of other cases in it are kept")
     parser.add_argument("--backbones", nargs="+", default=list(BACKBONES), choices=BACKBONES)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=6, help="two or more: their spread is part of the result")
     parser.add_argument("--seconds", type=float, default=6.0, help="of one side in one round")
     asked = parser.parse_args()
+    if asked.rounds < 2:
+        parser.error("--rounds is below 2; quartiles need two rounds or more")
     for name in asked.backbones:
         with tempfile.TemporaryDirectory() as folder:
             rows = []
@@ -256,7 +267,8 @@ def main() -> None:
                 facts = {key: value for key, value in row.items() if key not in ("case", "commit")}
                 print(f"{row['case']:24}", json.dumps(facts), flush=True)
         if asked.json:
-            add_rows(asked.json, rows, tasks=TASKS, batch=BATCH, connections=CONNECTIONS)
+            peer = litserve_version()
+            add_rows(asked.json, rows, tasks=TASKS, batch=BATCH, connections=CONNECTIONS, litserve=peer)
 
 
 if __name__ == "__main__":
