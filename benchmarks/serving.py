@@ -14,7 +14,8 @@ second of
     litserve16 the same with sixteen passes of the plain backbone: one model per task
 
 then seconds until an answer (50th and 99th percentile) at half of what the server can do. The load generator's share of
-the processors is in each row. Two cores run everything, so over HTTP the server has less than all of them.
+the processors is in each row. Two cores run everything, so over HTTP the server has less than all of them. A server is
+stopped (SIGSTOP) while another side is measured: LitServe's processes poll, and two idle ones take 18 % of a core.
 """
 
 import argparse
@@ -32,6 +33,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -163,11 +165,22 @@ def server(
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)  # LitServe's workers are in its process group
+            os.killpg(process.pid, signal.SIGCONT)  # a stopped process would not notice
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@contextlib.contextmanager
+def awake(pid: int) -> Iterator[None]:
+    """Let the processes of a server run for as long as this takes; they are stopped before and after."""
+    os.killpg(pid, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        os.killpg(pid, signal.SIGSTOP)
 
 
 def free_port() -> int:
@@ -177,10 +190,12 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def load(port: int, seconds: float, *arguments: str) -> dict[str, Any]:
-    """What a load generator in a process of its own measured."""
+def load(pid: int, port: int, seconds: float, *arguments: str) -> dict[str, Any]:
+    """What a load generator in a process of its own measured on a server that is woken up for it."""
     command = [sys.executable, "-m", "benchmarks.load", "--port", str(port), "--seconds", str(seconds), *arguments]
-    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    with awake(pid):
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found: dict[str, Any] = json.loads(printed)
     if set(found["statuses"]) - {"200"}:
         raise RuntimeError(f"not every request was answered: {found['statuses']}")
     return found
@@ -193,28 +208,32 @@ def measure(name: str, folder: Path, rounds: int, seconds: float) -> Iterator[di
     model = MemoryViT(backbone, tasks_of(backbone))
     files = jpegs(64)
     Bundle.create(folder / "bundle", backbone, list(model.tasks.values()))
-    port = free_port()
-    words = ["serve", str(folder / "bundle"), "--backbone", source, "--port", str(port), "--log-level", "warning"]
     sides: dict[str, Callable[[], dict[str, Any]]] = {
         "bare": lambda: bare.measure(seconds),
         "engine": lambda: measure_engine(model, files, seconds),
     }
     bare = Bare(model, files)
     with contextlib.ExitStack() as running:
-        command = [sys.executable, "-m", "vit_memory", *words]
-        running.enter_context(server(command, port, "/v2/health/ready", folder / "serve.log"))
-        sides["http"] = lambda: load(port, seconds, "--connections", str(CONNECTIONS))
+
+        def start(command: list[str], port: int, ready: str, log: str) -> int:
+            pid = running.enter_context(server([sys.executable, "-m", *command], port, ready, folder / log))
+            os.killpg(pid, signal.SIGSTOP)
+            return pid
+
+        port = free_port()
+        words = ["serve", str(folder / "bundle"), "--backbone", source, "--port", str(port), "--log-level", "warning"]
+        pid = start(["vit_memory", *words], port, "/v2/health/ready", "serve.log")
+        connections = ("--connections", str(CONNECTIONS))
+        sides["http"] = lambda: load(pid, port, seconds, *connections)
         if litserve_version() == NOT_INSTALLED:
             print("litserve is not installed: left out", file=sys.stderr)
         else:
+            form = ("--path", "/predict", "--form", "image", *connections)
             for passes in (1, TASKS):
-                own = free_port()
-                command = [sys.executable, "-m", "benchmarks.litserve_peer", source, str(own), str(passes)]
-                running.enter_context(server(command, own, "/health", folder / f"litserve{passes}.log"))
-                side = "litserve" if passes == 1 else f"litserve{passes}"
-                sides[side] = lambda own=own: load(  # type: ignore[misc]
-                    own, seconds, "--path", "/predict", "--form", "image", "--connections", str(CONNECTIONS)
-                )
+                side, own = "litserve" if passes == 1 else f"litserve{passes}", free_port()
+                command = ["benchmarks.litserve_peer", source, str(own), str(passes)]
+                peer = start(command, own, "/health", f"{side}.log")
+                sides[side] = partial(load, peer, own, seconds, *form)
         for warm_up in sides.values():
             warm_up()  # join plans, caches, connections
         found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
@@ -225,7 +244,7 @@ def measure(name: str, folder: Path, rounds: int, seconds: float) -> Iterator[di
         for side, results in found.items():
             yield _row(name, side, results, found)
         half = statistics.median(result["per_second"] for result in found["http"]) / 2
-        paced = [load(port, 2 * seconds, "--rate", f"{half:.2f}") for _ in range(rounds)]
+        paced = [load(pid, port, 2 * seconds, "--rate", f"{half:.2f}") for _ in range(rounds)]
         yield {
             "case": f"{name}, half load",
             "per_second": half,
