@@ -8,7 +8,7 @@ To expect: with one or two images per class all methods are close; the order of 
 """
 
 from vit_memory.evaluation.reproduce.experiment import Experiment, Plan
-from vit_memory.evaluation.reproduce.methods import BOTH, CLASS, GAINS, HEAD, LORA, branches, cells
+from vit_memory.evaluation.reproduce.methods import BOTH, CLASS, FULL, GAINS, HEAD, LORA, UNMASKED, branches, cells
 from vit_memory.evaluation.reproduce.runner import Training
 
 SIZES = (1, 2, 5, 10, 20)
@@ -17,7 +17,7 @@ SIZES = (1, 2, 5, 10, 20)
 def trainings(plan: Plan) -> list[Training]:
     """Methods with a pass of their own have one seed: a step of theirs costs tenfold."""
     one_pass = (HEAD, CLASS, cells(5), GAINS, BOTH)
-    own_pass = (branches(plan.depth)[1], LORA)
+    own_pass = (branches(plan.depth)[1], UNMASKED, LORA, FULL)
     first = plan.scale.seeds[0]
     chosen: list[Training] = []
     for size in (size for size in SIZES if size <= (plan.scale.per_class or size)):

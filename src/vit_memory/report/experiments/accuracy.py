@@ -1,6 +1,7 @@
 """Sections about accuracy: the ladder of methods, every dataset, few images, ablations, architectures."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from vit_memory.evaluation.reproduce.ablations import CELLS
@@ -195,8 +196,7 @@ def fewshot_section(evidence: Evidence) -> Section | None:
         (
             f"Mean test accuracy over {', '.join(datasets)} by the number of training images per class. The learning "
             f"rate of a method is the one that was chosen with all images, and its best evaluation is chosen on the "
-            f"same validation images for every number. All numbers of a line have the seeds that its smallest has. "
-            f"Full fine-tuning and unmasked memory were left out.",
+            f"same validation images for every number. All numbers of a line have the seeds that its smallest has.",
             Table(("method", *(str(size) for size in sizes)), tuple(table), smallest.on(datasets).note(methods)),
             Chart(chart, "Mean test accuracy over the datasets; the number of images is logarithmic."),
         ),
@@ -274,7 +274,19 @@ def architecture_section(every: Sequence[Evidence]) -> Section | None:
         for name in methods
     )
     notes = " ".join(f"{name}: {own.on(datasets).note(methods)}" for name, own in comparisons.items())
+    differences = {
+        f"{name} − {before}": [own.on(datasets).difference(name, before) for own in comparisons.values()]
+        for before, name in pairwise(methods)
+    }
+    steps = tuple(
+        (step, *("–" if one is None else points(one.interval) for one in row)) for step, row in differences.items()
+    )
     return Section(
         "Several backbones",
-        (f"Mean test accuracy over {', '.join(datasets)}.", Table(("method", *comparisons), rows, notes)),
+        (
+            f"Mean test accuracy over {', '.join(datasets)}.",
+            Table(("method", *comparisons), rows, notes),
+            "Every method against the one above it, on the same images and seeds, in points.",
+            Table(("step", *comparisons), steps, notes),
+        ),
     )
