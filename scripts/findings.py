@@ -17,7 +17,7 @@ import numpy as np
 from vit_memory.atomic import write_atomic
 from vit_memory.errors import VitMemoryError
 from vit_memory.evaluation.reproduce.records import Record, RecordFolder
-from vit_memory.evaluation.statistics import difference
+from vit_memory.evaluation.statistics import Interval, difference
 from vit_memory.report.experiments import evidence_of
 from vit_memory.report.experiments.accuracy import UNMASKED, is_ablation, main_comparison
 from vit_memory.report.experiments.evidence import Comparison, percent, points
@@ -33,7 +33,7 @@ class Findings:
 
     def __init__(self, results: Path) -> None:
         self.results = results
-        self.evidence = evidence_of(list(RecordFolder(results / "reproduce").all()))[0]
+        self.evidence, *self.others = evidence_of(list(RecordFolder(results / "reproduce").all()))
         self.main = main_comparison(self.evidence)
 
     def functions(self) -> Mapping[str, Callable[..., str]]:
@@ -42,24 +42,35 @@ class Findings:
         names = (*about_one, "together", "measured_seeds", "forgotten", "extended")
         return {name: getattr(self, name) for name in names}
 
-    def accuracy(self, method: str, dataset: str | None = None, *, per_class: int | None = None) -> str:
-        """Mean test accuracy over the datasets, or on one, with its interval."""
-        comparison = self.main if per_class is None else self.evidence.trainings(per_class)
-        return _known(percent(comparison.accuracy(method, None if dataset is None else [dataset])), method)
+    def accuracy(self, method: str, dataset: str | None = None, **where: Any) -> str:
+        """Mean test accuracy over the datasets, or on one, with its interval; `where` as in `_comparison`."""
+        found = self._comparison(**where).accuracy(method, None if dataset is None else [dataset])
+        return _known(percent(found), method)
 
-    def gap(self, method: str, other: str, dataset: str | None = None) -> str:
-        """The difference on the same images and seeds, with its interval."""
-        found = self._only(dataset).difference(method, other)
-        return _known("–" if found is None else points(found.interval), f"{method} against {other}")
+    def gap(self, method: str, other: str, dataset: str | None = None, **where: Any) -> str:
+        """The difference on the same images and seeds, with its interval; `where` as in `_comparison`."""
+        return points(self._difference(method, other, dataset, **where))
 
-    def verdict(self, method: str, other: str, dataset: str | None = None) -> str:
+    def verdict(self, method: str, other: str, dataset: str | None = None, **where: Any) -> str:
         """Whether a method is higher or lower than another, by the interval of the difference."""
-        found = self._only(dataset).difference(method, other)
+        interval = self._difference(method, other, dataset, **where)
+        if not interval.excludes_zero:
+            return "not significantly different from"
+        return "higher than" if interval.mean > 0 else "lower than"
+
+    def _difference(self, method: str, other: str, dataset: str | None, **where: Any) -> Interval:
+        comparison = self._comparison(**where)
+        found = (comparison if dataset is None else comparison.on([dataset])).difference(method, other)
         if found is None:
             raise VitMemoryError(f"{method} against {other}: not in the records.")
-        if not found.interval.excludes_zero:
-            return "not significantly different from"
-        return "higher than" if found.interval.mean > 0 else "lower than"
+        return found.interval
+
+    def _comparison(self, *, per_class: int | None = None, backbone: str | None = None) -> Comparison:
+        """The main comparison, that with fewer images per class, or that of another backbone."""
+        if backbone is not None:
+            (other,) = (one for one in self.others if one.backbone == backbone)
+            return main_comparison(other)
+        return self.main if per_class is None else self.evidence.trainings(per_class)
 
     def number(self, of: str) -> str:
         """How many trainings, datasets or test images there are; small numbers in words."""
@@ -72,9 +83,9 @@ class Findings:
         count = counts[of]
         return _NUMBERS[count] if count < len(_NUMBERS) else str(count)
 
-    def seeds(self, method: str) -> str:
-        """How many seeds a method was trained with, the fewest of any dataset."""
-        return _NUMBERS[self.main.seeds(method)]
+    def seeds(self, method: str, **where: Any) -> str:
+        """How many seeds a method was trained with, the fewest of any dataset; `where` as in `_comparison`."""
+        return _NUMBERS[self._comparison(**where).seeds(method)]
 
     def steps(self, method: str) -> str:
         """Optimiser steps of a method's trainings."""
@@ -91,6 +102,7 @@ class Findings:
             "tasks that arrive one after another": bool(self.evidence.of_kind("continual")),
             "fewer images": len({record.identity["per_class"] for record in trained}) > 1,
             "variants of memory": any(is_ablation(record.identity["method"]) for record in trained),
+            "another backbone": bool(self.others),
         }
         return ", ".join(name for name, has_records in recorded.items() if not has_records) or "nothing"
 
@@ -114,9 +126,10 @@ class Findings:
         """With how many seeds the tasks of a method were measured together."""
         return _NUMBERS[len(self._measured(kind, method))]
 
-    def forgotten(self, method: str) -> str:
-        """Accuracy after the last task arrived minus that at arrival, mean over earlier tasks and seeds, in points."""
-        return f"{forgotten(self._measured('continual', method), method):+.1f}"
+    def forgotten(self, method: str, dataset: str | None = None) -> str:
+        """Accuracy after the last task arrived minus that at arrival, mean over seeds and earlier tasks, or on one."""
+        datasets = None if dataset is None else [dataset]
+        return f"{forgotten(self._measured('continual', method), method, datasets):+.1f}"
 
     def extended(self, dataset: str, method: str, *parents: str) -> str:
         """What a task gains from its parents, on the same images and seeds."""
@@ -136,9 +149,6 @@ class Findings:
         crops = {re.search(r"crop=\((\d+), \d+\)", r.settings["preprocessing"])[1] for r in self.main.records}  # type: ignore[index]
         (pixels,) = crops
         return pixels
-
-    def _only(self, dataset: str | None) -> Comparison:
-        return self.main if dataset is None else self.main.on([dataset])
 
 
 def _known(text: str, what: str) -> str:

@@ -75,7 +75,7 @@ def test_what_was_forgotten_has_one_number_for_the_tasks_before_the_last():
     )  # 30 to 10 of 40 images, and 30 to 30: 25 points on the mean
     report = sections(training("head", 20), record)
     assert "full -25.0." in report["What was found"]
-    assert "| 25.0 | 50.0 |" in report["Tasks that arrive one after another"]
+    assert "| -25.0 | -50.0 |" in report["Tasks that arrive one after another"]
 
 
 def test_one_task_has_nothing_to_forget():

@@ -182,24 +182,25 @@ def continual_section(evidence: Evidence) -> Section | None:
         mean[method] = _over_time(own, order, len(order))
         arrival = [_arrived(record, i) for record in own for i in range(len(order))]
         last = [_arrived(record, i, -1) for record in own for i in range(len(order))]
-        lost = [-forgotten(own, method, [dataset]) for dataset in order[:-1]]
+        changes = [forgotten(own, method, [dataset]) for dataset in order[:-1]]
         rows.append(
             (
                 method,
                 percent(accuracy(arrival, method)),
                 percent(accuracy(last, method)),
-                f"{-forgotten(own, method):.1f}",
-                f"{max(lost):.1f}",
+                f"{forgotten(own, method):+.1f}",
+                f"{min(changes):+.1f}",
                 ", ".join(str(record.identity["seed"]) for record in own),
             )
         )
-    titles = ("method", "at arrival, %", "at the end, %", "forgotten, points", "most", "seeds")
+    titles = ("method", "at arrival, %", "at the end, %", "change, points", "worst task", "seeds")
     steps = [float(i + 1) for i in range(len(order))]
     return Section(
         "Tasks that arrive one after another",
         (
             f"The order is {', '.join(order)}. At arrival: accuracy on each task when it was the newest, mean over "
-            f"tasks. At the end: on the same tasks after the last one arrived.",
+            f"tasks. At the end: on the same tasks after the last one arrived. The change is that of the tasks before the "
+            f"last.",
             Table(titles, tuple(rows), f"{_count(records)} {commands(records)}"),
             Chart(
                 line_chart(
