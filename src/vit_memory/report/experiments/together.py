@@ -199,8 +199,8 @@ def continual_section(evidence: Evidence) -> Section | None:
         "Tasks that arrive one after another",
         (
             f"The order is {', '.join(order)}. At arrival: accuracy on each task when it was the newest, mean over "
-            f"tasks. At the end: on the same tasks after the last one arrived. The change is that of the tasks before the "
-            f"last.",
+            f"tasks. At the end: on the same tasks after the last one arrived. The change is that of the tasks before "
+            f"the last.",
             Table(titles, tuple(rows), f"{_count(records)} {commands(records)}"),
             Chart(
                 line_chart(
