@@ -13,8 +13,10 @@ from data.test_sources import as_png, pictures, write_folder
 from vit_memory import MemoryViT, load_backbone, new_task
 from vit_memory.cli import app
 from vit_memory.errors import DamagedFile, FileError, TrainingStopped
+from vit_memory.evaluation.reproduce import continual
 from vit_memory.evaluation.reproduce import runner as runner_module
 from vit_memory.evaluation.reproduce.concatenation import _unmasked_answers
+from vit_memory.evaluation.reproduce.experiment import Plan
 from vit_memory.evaluation.reproduce.lora import LoraModel
 from vit_memory.evaluation.reproduce.methods import BOTH, FULL, HEAD, LORA, SHORT, UNMASKED, cells, variant
 from vit_memory.evaluation.reproduce.records import RecordFolder
@@ -183,6 +185,33 @@ def test_lora_stops_when_asked_to(runner):
     with pytest.raises(TrainingStopped, match="after step 1 of 2"):
         replace(runner, should_stop=lambda: True).train([Training("first", LORA, 0, 3)])
     assert list(runner.records.all()) == []
+
+
+def test_tasks_that_arrive_go_on_after_the_last_arrival_of_a_stopped_run(runner, monkeypatch):
+    plan = Plan(runner.scale, ("first", "second"), (), runner.backbone.depth)
+    arrived = []
+
+    def fine_tune(runner, backbone, training, rate):
+        if stops and arrived == ["first"]:
+            raise TrainingStopped("stopped")
+        arrived.append(training.dataset)
+        return original(runner, backbone, training, rate)
+
+    original, stops = continual._fine_tune, True
+    monkeypatch.setattr(continual, "_fine_tune", fine_tune)
+    with pytest.raises(TrainingStopped):
+        continual.measure(runner, plan)
+    stops = False
+    continual.measure(runner, plan)
+    assert arrived == ["first", "second"]
+    found = [record for record in runner.records.all("continual") if record.identity["method"] == "full"]
+    assert len(found) == 1
+    assert not [path for path in (runner.records.folder / "weights").iterdir() if path.is_dir()]
+
+    whole = replace(runner, records=RecordFolder(runner.records.folder.parent / "whole"))
+    continual.measure(whole, plan)
+    (unbroken,) = (record for record in whole.records.all("continual") if record.identity["method"] == "full")
+    assert found[0].result == unbroken.result
 
 
 @pytest.mark.parametrize("variant", ["vit", "timm-vit:augreg", "dinov2-with-registers"])

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from vit_memory.backbone import Backbone, load_backbone
-from vit_memory.errors import BackboneMismatch, TaskError
+from vit_memory.errors import TaskError
+from vit_memory.files.backbonefile import load_tuned_backbone
 from vit_memory.files.bundle import Bundle
 from vit_memory.files.collect import Collected, TaskFile, collect
-from vit_memory.files.container import read_container
 from vit_memory.files.taskfile import backbone_file
 from vit_memory.model import MemoryViT
 from vit_memory.preprocessing import Preprocessing
@@ -94,12 +94,4 @@ def _tuned_backbone(backbone: Backbone, file: TaskFile) -> Backbone:
     path = backbone_file(file.path)
     if not path.exists():
         raise TaskError(f"{file.path}: a task of regime 'full' needs its own backbone; {path} is missing.")
-    _, weights = read_container(path)
-    try:
-        backbone.model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise BackboneMismatch(f"{path}: these are not weights of {backbone.name} ({error}).") from error
-    tuned = Backbone(backbone.model, backbone.family, backbone.name, backbone.preprocessing)
-    if tuned.fingerprint != file.task.backbone.fingerprint:
-        raise BackboneMismatch(f"{path}: not the backbone that {file.path} was trained with.")
-    return tuned
+    return load_tuned_backbone(backbone, path, file.task.backbone.fingerprint)

@@ -28,9 +28,9 @@ from vit_memory.choices import Storage
 from vit_memory.data.sources import Dataset
 from vit_memory.data.splits import Split
 from vit_memory.errors import TrainingError
+from vit_memory.files.backbonefile import save_tuned_backbone
 from vit_memory.files.branchfile import branch_file, save_branch
-from vit_memory.files.container import write_container
-from vit_memory.files.taskfile import save_task
+from vit_memory.files.taskfile import backbone_file, save_task
 from vit_memory.task import Task
 from vit_memory.training.branch_sweep import check_extends_nothing
 from vit_memory.training.callbacks import Callbacks, Progress
@@ -207,9 +207,7 @@ def _save_best(folder: Path, plan: TrainingPlan, result: FitResult, data_record:
     for frozen in plan.frozen_branches:  # a copy, so that the task finds it beside its own file
         save_branch(frozen, branch_file(folder, frozen.name))
     if best.backbone is not None:
-        weights = {key: value.detach().cpu() for key, value in best.backbone.model.state_dict().items()}
-        about = {"format": "vit-memory-backbone/1", "backbone": best.backbone.name, "task": name}
-        write_container(folder / f"{name}.backbone.safetensors", about, weights)
+        save_tuned_backbone(best.backbone, name, backbone_file(folder / f"{name}.safetensors"))
     if best.branch is not None:
         record = replace(best.branch.record, recipe={**best.branch.record.recipe, **data_record})
         save_branch(replace(best.branch, record=record), branch_file(folder, name))

@@ -6,21 +6,29 @@ The datasets arrive in their order. With memory and readers, each new task is at
 full fine-tuning, the backbone that the previous task left is trained further, and the earlier heads are kept. To
 expect: with memory and readers, accuracy on every task is the same from its arrival on; with full fine-tuning, it
 falls with every further task.
+
+Every arrival of full fine-tuning is kept until the last one is recorded, so that a run that was stopped goes on there.
 """
 
+import json
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vit_memory.atomic import write_atomic
 from vit_memory.backbone import Backbone
 from vit_memory.evaluation.reproduce.experiment import Experiment, Plan
 from vit_memory.evaluation.reproduce.methods import BOTH, FULL, Method, cells
 from vit_memory.evaluation.reproduce.runner import Runner, Training
 from vit_memory.evaluation.statistics import pack_bits
+from vit_memory.files.backbonefile import load_tuned_backbone, save_tuned_backbone
+from vit_memory.files.taskfile import backbone_file, load_task, save_task
 from vit_memory.model import MemoryViT
 from vit_memory.outputs import Outputs
 from vit_memory.task import Task, new_task
@@ -50,12 +58,14 @@ def measure(runner: Runner, plan: Plan) -> None:
                 continue
             start = time.perf_counter()
             if method is FULL:
-                rows = _fine_tune_in_turn(runner, chosen, [record.result["rate"] for record in records])
+                rates = [record.result["rate"] for record in records]
+                rows = _fine_tune_in_turn(runner, chosen, rates, runner.weights_folder(identity, settings))
             else:
                 rows = _attach_in_turn(runner, chosen)
             runner.record(
                 identity, settings, {"order": list(plan.datasets), "after": rows}, time.perf_counter() - start
             )
+            shutil.rmtree(runner.weights_folder(identity, settings), ignore_errors=True)
 
 
 def _attach_in_turn(runner: Runner, chosen: Sequence[Training]) -> list[dict[str, Any]]:
@@ -72,10 +82,19 @@ def _attach_in_turn(runner: Runner, chosen: Sequence[Training]) -> list[dict[str
     return rows
 
 
-def _fine_tune_in_turn(runner: Runner, chosen: Sequence[Training], rates: Sequence[float]) -> list[dict[str, Any]]:
+def _fine_tune_in_turn(
+    runner: Runner, chosen: Sequence[Training], rates: Sequence[float], folder: Path
+) -> list[dict[str, Any]]:
+    """Accuracy on all tasks so far after each arrival; arrivals that an earlier run left in the folder are taken."""
     backbone, rows = runner.backbone, []
     heads: dict[str, Task] = {}
     for count, (training, rate) in enumerate(zip(chosen, rates, strict=True), 1):
+        head_file, row_file = folder / f"{count}.safetensors", folder / f"{count}.json"
+        if row_file.exists():  # written last
+            heads[training.dataset] = head = load_task(head_file)
+            backbone = load_tuned_backbone(runner.backbone, backbone_file(head_file), head.backbone.fingerprint)
+            rows.append(json.loads(row_file.read_text(encoding="utf-8")))
+            continue
         backbone, heads[training.dataset] = _fine_tune(runner, backbone, training, rate)
 
         def answer(images: Tensor, earlier: Training, backbone: Backbone = backbone) -> Tensor:
@@ -83,6 +102,10 @@ def _fine_tune_in_turn(runner: Runner, chosen: Sequence[Training], rates: Sequen
                 return heads[earlier.dataset].answer(run_originals(backbone.roles, images).feature)
 
         rows.append(_score(runner, chosen[:count], answer))
+        folder.mkdir(parents=True, exist_ok=True)
+        save_tuned_backbone(backbone, training.task_name, backbone_file(head_file))
+        save_task(heads[training.dataset], head_file)
+        write_atomic(row_file, [json.dumps(rows[-1]).encode()])
     return rows
 
 

@@ -4,6 +4,8 @@ A learning rate is searched per method and dataset, on the validation images of 
 used for the other seeds and for fewer images. Test images are read once per training.
 """
 
+import hashlib
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -296,6 +298,11 @@ class Runner:
             "recipe": recipe.record(),
             "parents": [parent.identity(self.backbone_name) for parent in training.parents],
         }
+
+    def weights_folder(self, identity: Mapping[str, Any], settings: Mapping[str, Any]) -> Path:
+        """Where a measurement that trains may keep what it has so far; other settings have another folder."""
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+        return self.records.folder / "weights" / f"{self.records.path(identity).stem}-{digest}"
 
     def _weights_file(self, training: Training) -> Path:
         """Beside the records, and not part of them: weights can be trained again."""
