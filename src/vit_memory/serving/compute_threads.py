@@ -3,11 +3,12 @@
 A batch of several chunks gets a thread per chunk (`parallel.py`). A smaller one is computed fastest by all of torch's
 threads together, but only while they have the cores: they wait for one another a thousand times per pass, and beside
 other programs each wait is for a thread that has no core. Beside a machine's load of 10, passes of a tiny backbone with
-two threads took a hundred times as long as with one. So both ways are timed on a blank image at the start and, while
-one thread is in use, now and then in idle moments; and all threads are given up for one as soon as a pass with them
-takes far longer than one thread would.
+two threads took a hundred times as long as with one. So both ways are timed on a few blank images at the start and,
+while one thread is in use, now and then, also under load: a server that is never idle would otherwise keep what a noisy
+start told it. All threads are given up for one as soon as a pass with them takes far longer than one thread would.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -21,6 +22,7 @@ Chunk = TypeVar("Chunk")
 Result = TypeVar("Result")
 
 _TOO_SLOW = 3.0  # times what one thread would take
+_TRIALS = 2  # of each way; the fastest counts
 _FIRST_RETRY, _LAST_RETRY = 10.0, 600.0  # seconds until all threads are tried again; doubled each time they lose
 
 
@@ -69,10 +71,12 @@ class ComputeThreads:
 
     def compare(self, compute: Callable[[], object], tokens: int) -> None:
         """Time a pass over so many tokens with one thread and with all; what is faster computes single chunks."""
-        one = min(self._seconds(1, compute) for _ in range(2))
-        every = self._seconds(self.threads, compute)
-        if every < _TOO_SLOW * one:  # else one trial is enough: it is slow to make
+        one = every = math.inf
+        for _ in range(_TRIALS):
+            one = min(one, self._seconds(1, compute))
             every = min(every, self._seconds(self.threads, compute))
+            if every > _TOO_SLOW * one:
+                break  # another trial would be slow too
         self._one_thread, self._compared = one / tokens, time.monotonic()
         if every < one:
             self.single_chunk, self._retry_after = self.threads, _FIRST_RETRY

@@ -21,7 +21,7 @@ from vit_memory.joining import JoinPlan, PassShape
 from vit_memory.preprocessing import Preprocessing
 from vit_memory.serving.compute_threads import ComputeThreads
 from vit_memory.serving.passes import Pass, chunk_shapes, explain_part, run_pass, tokens_per_image
-from vit_memory.serving.queueing import BatchQueue
+from vit_memory.serving.queueing import Batch, BatchQueue
 from vit_memory.serving.requests import Part, PartResult
 from vit_memory.serving.task_set import Group, TaskSet
 
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _PROOF_SHARE = 0.05  # of the time of passes, while the model is never idle
 _QUIET = 0.5  # seconds without a request before the cost of a pass is measured
+_COMPARED = 4  # images that one thread and all compute in turn; a single one says little about small batches
 _PAIRS = 7  # of passes, with and without tasks
 
 
@@ -92,40 +93,45 @@ class ModelThread:
             self._at_end()
 
     def _work(self) -> None:
-        while (work := self._queue.take(self._patience())) is not None:
+        while (work := self._queue.take(self._use_idle_moment, self._patience())) is not None:
             try:
-                if callable(work):
-                    work()
-                elif work:
+                if isinstance(work, Batch):
                     self._compute(work)
                 else:
-                    self._use_idle_moment()
+                    work()
             except Exception:  # a bug of ours: other requests are answered nevertheless
                 log.exception("the model's thread goes on after an error")
             del work  # it would keep an old version alive until the next batch
 
     def _use_idle_moment(self) -> None:
+        if self._plan.has_work:
+            self._attempt(self._prove)
+        elif self._to_measure is not None:
+            self._attempt(partial(self._measure, self._to_measure))
+        elif self._threads.should_compare:
+            self._attempt(self._compare_threads)
+
+    def _attempt(self, work: Callable[[], None]) -> None:
         try:
-            if self._plan.has_work:
-                self._prove()
-            elif self._to_measure is not None:
-                self._measure(self._to_measure)
-            else:
-                self._compare_threads()
+            work()
         except Exception:  # requests are answered without any of it
             log.exception("work for idle moments failed; it is left out from now on")
             self._idle_work = False
 
-    def _compute(self, batch: list[Part]) -> None:
+    def _compute(self, batch: Batch) -> None:
         done = run_pass(batch, self._threads)
         self._on_pass(done)
-        if any(part.explain for part in batch):
+        if any(part.explain for part in batch.parts):
             for part, result in done.results():
                 if part.explain:  # as jobs: other batches need not wait for all of them
                     self._queue.run(partial(self._explain, part, result))
         self._pass_seconds += done.seconds
-        if self._idle_work and self._plan.has_work and self._proof_seconds < _PROOF_SHARE * self._pass_seconds:
-            self._use_idle_moment()
+        if not self._idle_work:
+            return
+        if self._plan.has_work and self._proof_seconds < _PROOF_SHARE * self._pass_seconds:
+            self._attempt(self._prove)
+        elif self._threads.should_compare:
+            self._attempt(self._compare_threads)
 
     def _explain(self, part: Part, result: PartResult) -> None:
         if not part.request.given_up:
@@ -144,10 +150,10 @@ class ModelThread:
         self._proof_seconds += time.monotonic() - started
 
     def _compare_threads(self) -> None:
-        if self._threads.should_compare:
-            size = self._backbone.roles.image_size
-            compute = partial(library_output, self._backbone, _blank(self._backbone, size))
-            self._threads.compare(compute, tokens_per_image(self._backbone, size))
+        size = self._backbone.roles.image_size
+        images = _blank(self._backbone, size, _COMPARED)
+        tokens = _COMPARED * tokens_per_image(self._backbone, size)
+        self._threads.compare(partial(library_output, self._backbone, images), tokens)
 
     def _measure(self, measured: tuple[TaskSet, list[float]]) -> None:
         """Time one pass with all tasks that share a preprocessing and one without any, on a blank image."""
@@ -185,8 +191,8 @@ def _shapes(task_set: TaskSet, max_batch: int, threads: ComputeThreads) -> list[
     ]
 
 
-def _blank(backbone: Backbone, size: tuple[int, int]) -> torch.Tensor:
-    return torch.zeros(1, backbone.roles.channels, *size, dtype=backbone.dtype, device=backbone.device)
+def _blank(backbone: Backbone, size: tuple[int, int], images: int = 1) -> torch.Tensor:
+    return torch.zeros(images, backbone.roles.channels, *size, dtype=backbone.dtype, device=backbone.device)
 
 
 def _size(backbone: Backbone, preprocessing: Preprocessing | None) -> tuple[int, int]:

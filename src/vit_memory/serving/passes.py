@@ -15,6 +15,7 @@ from vit_memory.evaluation.comparisons import changed_fields, library_output
 from vit_memory.parallel import chunk_slices
 from vit_memory.serving.answers import OriginalAnswer
 from vit_memory.serving.compute_threads import ComputeThreads
+from vit_memory.serving.queueing import Batch
 from vit_memory.serving.requests import Part, PartResult
 from vit_memory.serving.task_set import TaskSet
 
@@ -52,9 +53,9 @@ class Pass:
                 yield part, PartResult(outputs, original, len(self.parts), self.seconds)
 
 
-def run_pass(parts: Sequence[Part], threads: ComputeThreads) -> Pass:
-    """Answer a batch of parts that share a version and an image size. An exception becomes its `error`."""
-    task_set = parts[0].request.task_set
+def run_pass(batch: Batch, threads: ComputeThreads) -> Pass:
+    """Answer a batch. An exception becomes its `error`."""
+    task_set, parts = batch.task_set, batch.parts
     union = {name for part in parts for name in part.tasks}
     names = [name for name in task_set.tasks if name in union]  # in one order, so that the model knows them again
     check = any(part.request.check_original for part in parts)

@@ -7,7 +7,8 @@ batches out. Nobody polls, and the model's thread is woken when there is somethi
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,14 @@ from vit_memory.serving.requests import Part, Request
 from vit_memory.serving.task_set import TaskSet
 
 Job = Callable[[], None]  # work of the model's thread between batches; it must not raise
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Images that share a pass, and the version whose model answers all of them."""
+
+    task_set: TaskSet
+    parts: Sequence[Part]
 
 
 class BatchQueue:
@@ -80,8 +89,8 @@ class BatchQueue:
             self._stopped = True
             self._changed.notify()
 
-    def take(self, patience: float | None = None) -> list[Part] | Job | None:
-        """The next batch or job; an empty batch if nothing comes for `patience` seconds; None once stopped and empty.
+    def take(self, idle: Job, patience: float | None = None) -> Batch | Job | None:
+        """The next batch or job; `idle` if nothing comes for `patience` seconds; None once stopped and empty.
 
         A batch that is not full waits for more until its first image has waited `max_wait`. If the model was busy
         meanwhile, that time is over already and the batch is what has come.
@@ -94,7 +103,7 @@ class BatchQueue:
                     if self._stopped:
                         return None
                     if left is not None and left <= 0:
-                        return []
+                        return idle
                     self._wait(1, left)
                 elif self._jobs and (self._job_is_next or not self._ready):
                     self._job_is_next = False
@@ -116,28 +125,49 @@ class BatchQueue:
         self._changed.wait(timeout)
         self._wake_at = None
 
-    def _next_batch(self) -> list[Part]:
-        """The oldest image and those that can share its pass, without those given up."""
+    def _next_batch(self) -> Batch | None:
+        """The oldest image and those that can share its pass, without those given up; None if all were."""
         batch: list[Part] = []
         others: deque[Part] = deque()
-        first: tuple[TaskSet, torch.Size] | None = None  # parts can share a pass if version and image size are the same
+        version: TaskSet | None = None
         for part in self._ready:
             if part.pixels is None or part.request.given_up:
                 continue
-            key = part.request.task_set, part.pixels.shape
-            if len(batch) < self._max_batch and (first is None or key == first):
-                first = key
+            shared = _version_of_all(batch, version, part) if len(batch) < self._max_batch else None
+            if shared is None:
+                others.append(part)
+            else:
+                version = shared
                 part.taken = True
                 batch.append(part)
-            else:
-                others.append(part)
         self._ready = others
         for part in batch:
             if all(other.taken and not other.explain for other in part.request.parts):
                 self._no_longer_waiting(part.request)
-        return batch
+        return None if version is None else Batch(version, batch)
 
     def _no_longer_waiting(self, request: Request) -> None:
         if request.waiting:
             request.waiting = False
             self.waiting -= 1
+
+
+def _version_of_all(batch: Sequence[Part], version: TaskSet | None, part: Part) -> TaskSet | None:
+    """The version that can answer a batch, answered by `version` so far, and one more part; None if they cannot share.
+
+    Images of one size can, also of two versions if one of them has the tasks of both: a task answers alike in any
+    company. So a change of tasks need not split a batch into two passes.
+    """
+    own = part.request.task_set
+    if version is None:
+        return own
+    if _size(part) != _size(batch[0]):
+        return None
+    if own is version or version.can_answer(own, part.tasks):
+        return version
+    return own if all(own.can_answer(other.request.task_set, other.tasks) for other in batch) else None
+
+
+def _size(part: Part) -> torch.Size:
+    assert part.pixels is not None
+    return part.pixels.shape

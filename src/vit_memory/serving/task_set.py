@@ -74,12 +74,15 @@ class TaskSet:
 
     def unchanged_in(self, other: "TaskSet") -> frozenset[str]:
         """The tasks that another version has too, as the same objects, with the branches that they stand on."""
-        old, new = self.tasks, other.tasks
-        return frozenset(
-            name
-            for name, task in new.items()
-            if name in old and old[name] is task and old.branch_of(name) is new.branch_of(name)
-        )
+        return frozenset(name for name in other.tasks if self._has_same(name, other))
+
+    def can_answer(self, other: "TaskSet", names: Sequence[str]) -> bool:
+        """Whether these tasks of another version, and all that they extend, are here too, so that they answer alike."""
+        return all(self._has_same(name, other) for name in other.tasks.with_ancestors(names))
+
+    def _has_same(self, name: str, other: "TaskSet") -> bool:
+        mine, theirs = self.tasks, other.tasks
+        return name in mine and mine[name] is theirs[name] and mine.branch_of(name) is theirs.branch_of(name)
 
     def _with(self, graph: TaskGraph) -> "TaskSet":
         old = self.tasks
