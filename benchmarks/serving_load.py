@@ -162,7 +162,7 @@ class Sample:
 
     seconds: float  # since the first sample
     rss_mb: float
-    threads: int
+    thread_count: int
     files: int  # open file descriptors, connections included
 
 
@@ -215,7 +215,7 @@ class Sampler:
             self.samples.append(Sample(now, rss_mb, process.num_threads(), process.num_fds()))
 
 
-HELD = ("rss_mb", "threads", "files")
+HELD = ("rss_mb", "thread_count", "files")
 
 
 def not_answered(statuses: dict[str, int], *allowed: str) -> int:
