@@ -48,6 +48,40 @@ def test_a_request_sees_one_version_from_start_to_end(passes):
     assert list(after.tasks) == ["lasting", "swapped"]  # in its place
 
 
+def test_requests_of_two_versions_share_a_pass_where_one_version_has_the_tasks_of_both(passes):
+    lasting, extra = task("lasting", cells=2), task("extra", cells=3)
+    alone, both = (TaskSet.of(MemoryViT(backbone(), tasks)) for tasks in ([lasting], [lasting, extra]))
+    replaced = both.with_tasks([task("lasting", cells=6)], replace=True)
+
+    async def run(*versions):
+        """The answers to one request of each version, which are all waiting when the model begins, and the passes."""
+        async with Engine(MemoryViT(backbone(), [lasting]), EngineOptions(max_wait_ms=0)) as engine:
+            passes.hold()
+            first = asyncio.ensure_future(engine.predict(jpeg(9)))
+            await passes.entered()
+            asked = [asyncio.ensure_future(engine.predict(jpeg(i), task_set=v)) for i, v in enumerate(versions)]
+            await until(lambda: len(engine._queue._ready) == len(versions))
+            passes.release()
+            await first
+            return await asyncio.gather(*asked), engine.stats.passes - 1
+
+    for versions, expected in (
+        ((alone, both, alone), 1),
+        ((both, alone), 1),
+        ((alone, alone, both), 1),
+        ((both, replaced), 2),
+        ((alone, replaced, both), 2),
+    ):
+        answers, count = asyncio.run(run(*versions))
+        assert count == expected
+        for i, (answer, version) in enumerate(zip(answers, versions, strict=True)):
+            assert (answer.version, answer.digests) == (version.version, dict(version.digests))
+            assert list(answer.outputs) == list(version.tasks)
+            expected_outputs = version.model(as_input(jpeg(i)))
+            for name, output in answer.outputs.items():
+                assert worst(output, expected_outputs[name][0]) <= ROUNDING
+
+
 def test_adding_and_removing_tasks_while_requests_run_loses_and_fails_none():
     changing = [task(f"task-{i}", cells=i % 4) for i in range(8)]
     expected = {t.name: MemoryViT(backbone(), [t])(as_input(jpeg(0)))[t.name][0] for t in changing}

@@ -28,7 +28,7 @@ def served():
 
 
 def check_growth(row, first="start", last="end"):
-    for what, most in (("threads", MORE_THREADS), ("files", MORE_FILES), ("rss_mb", MORE_MB)):
+    for what, most in (("thread_count", MORE_THREADS), ("files", MORE_FILES), ("rss_mb", MORE_MB)):
         assert row[what][last] <= row[what][first] + most, row
 
 
