@@ -11,7 +11,7 @@ from vit_memory.report.elements import Markup, charts, join, paragraph, pictures
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text under titles; the first column is left, the others are numbers."""
+    """Rows of text under titles."""
 
     titles: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -19,7 +19,7 @@ class Table:
 
     def markup(self) -> Markup:
         """For a page."""
-        numeric = set(range(1, len(self.titles)))
+        numeric = {i for i in range(1, len(self.titles)) if all(_is_number(row[i]) for row in self.rows)}
         note = paragraph(self.note, style="soft") if self.note else Markup()
         return join([table(self.titles, self.rows, numeric, fold=False), note])  # folded rows are not printed
 
@@ -84,6 +84,11 @@ class Section:
             elif isinstance(part, str):
                 texts.append(part)
         return "\n\n".join(texts) + "\n"
+
+
+def _is_number(cell: str) -> bool:
+    """Whether a cell begins with a number, or has none where its neighbours do; such columns stand at the right."""
+    return not cell or cell == "–" or cell.lstrip("+-").startswith(tuple("0123456789"))
 
 
 def _row(cells: Sequence[str]) -> str:

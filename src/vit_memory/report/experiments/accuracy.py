@@ -218,7 +218,7 @@ def ablation_section(evidence: Evidence) -> Section | None:
     comparison = comparison.on(comparison.shared_datasets(shown) or comparison.datasets())
     rows = []
     for name in shown:
-        other = masked_counterpart(comparison) if name in (UNMASKED, *_unmasked(variants)) else "5 cells"
+        other = _counterpart(comparison, name)
         against = comparison.difference(name, other) if name != other else None
         rows.append(
             (
@@ -226,12 +226,15 @@ def ablation_section(evidence: Evidence) -> Section | None:
                 comparison.steps(name),
                 str(comparison.seeds(name)),
                 percent(comparison.accuracy(name)),
-                "" if against is None else f"{points(against.interval)} against {other}",
+                "" if against is None else points(against.interval),
+                "" if against is None else other,
             )
         )
     parts: list[str | Table | Chart] = [
         f"Mean test accuracy over {', '.join(comparison.datasets())}.",
-        Table(("memory", "steps", "seeds", "accuracy, %", "difference"), tuple(rows), comparison.note(shown)),
+        Table(
+            ("memory", "steps", "seeds", "accuracy, %", "difference", "against"), tuple(rows), comparison.note(shown)
+        ),
     ]
     sizes = [(0, "class"), *((count, cells(count).name) for count in CELLS)]
     every = main_comparison(evidence)
@@ -251,8 +254,13 @@ def ablation_section(evidence: Evidence) -> Section | None:
     return Section("Which part of the method does what", parts)
 
 
-def _unmasked(variants: Sequence[str]) -> list[str]:
-    return [name for name in variants if "propagated" in name or "additive" in name]
+def _counterpart(comparison: Comparison, name: str) -> str:
+    """What a variant of memory is compared with: the form that differs from it in one thing."""
+    if name == UNMASKED:
+        return masked_counterpart(comparison)
+    if "propagated" in name or "additive" in name:  # every token reads their cells too
+        return UNMASKED
+    return "5 cells"
 
 
 def architecture_section(every: Sequence[Evidence]) -> Section | None:

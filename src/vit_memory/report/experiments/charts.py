@@ -1,9 +1,13 @@
 """Charts of experiments: readable in print and for every kind of colour vision (markers and dashes beside colours)."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from vit_memory.evaluation.statistics import Interval
-from vit_memory.training.chart_style import COLOURS, FONT_POINTS, INK, SOFT, as_svg, new_figure, style_axes
+from vit_memory.training.chart_style import COLOURS, FONT_POINTS, INK, LINE, SOFT, as_svg, new_figure, style_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
@@ -66,24 +70,57 @@ def scatter_chart(title: str, x_label: str, y_label: str, dots: Mapping[str, tup
     axes = figure.add_axes((0.11, 0.13, 0.85, 0.77))
     style_axes(axes, x_label=x_label, y_label=y_label, title=title)
     axes.set_xscale("log")
-    axes.minorticks_off()
+    axes.margins(x=0.12, y=0.1)
     for i, (x, y) in enumerate(dots.values()):
         axes.plot(x, y, MARKERS[i % len(MARKERS)], color=COLOURS[i % len(COLOURS)], markersize=7)
-    for name, (x, y), offset in zip(dots, dots.values(), _label_offsets(list(dots.values())), strict=True):
-        axes.annotate(
-            name, (x, y), xytext=(6, offset), textcoords="offset points", color=SOFT, fontsize=FONT_POINTS - 1.5
-        )
-    axes.margins(x=0.18, y=0.1)
+    _log_ticks(axes)
+    _name_dots(axes, dots)
     return as_svg(figure, title + ": " + "; ".join(f"{name} {y:.1f}" for name, (_, y) in dots.items()) + ".")
 
 
-def _label_offsets(dots: Sequence[tuple[float, float]]) -> list[float]:
-    """Points by which labels move up or down, so that those of close neighbours do not cover each other."""
-    order = sorted(range(len(dots)), key=lambda i: dots[i][1])
-    span = max(1e-9, max(y for _, y in dots) - min(y for _, y in dots))
-    offsets, last = [0.0] * len(dots), -1e9
-    for i in order:
-        place = 220 * (dots[i][1] - dots[order[0]][1]) / span  # the axes are about 220 points high
-        label = max(place - 3, last + 9)
-        offsets[i], last = label - place, label
-    return offsets
+def _log_ticks(axes: "Axes") -> None:
+    """Ticks at powers of ten, or at 1, 2 and 5 of them where the axis covers little more than one; as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator  # noqa: PLC0415
+
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 100 else (1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short_number(value)))
+    axes.minorticks_off()
+    axes.set_xlim(low, high)
+
+
+def _short_number(value: float) -> str:
+    for size, letter in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= size:
+            return f"{value / size:g}{letter}"
+    return f"{value:g}"
+
+
+def _name_dots(axes: "Axes", dots: Mapping[str, tuple[float, float]]) -> None:
+    """Write each name beside its dot, at the nearest place where it covers no dot and no other name.
+
+    A name that had to move up or down is joined to its dot by a line.
+    """
+    from matplotlib.transforms import Bbox  # noqa: PLC0415
+
+    points = 72 / axes.figure.dpi  # in a pixel
+    font: dict[str, Any] = {"color": SOFT, "fontsize": FONT_POINTS - 1.5, "va": "center"}
+    frame = axes.get_window_extent()
+    places = {name: axes.transData.transform(dot) for name, dot in dots.items()}
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places.values()]
+    for name, (x, y) in sorted(places.items(), key=lambda item: -item[1][1]):
+        measured = axes.text(0, 0, name, **font)
+        width, height = measured.get_window_extent().size
+        measured.remove()
+        nearest_first = [
+            Bbox.from_bounds(x + right, y + up - height / 2, width, height)
+            for up in sorted(range(-150, 151, 3), key=abs)
+            for right in (9, -9 - width)
+        ]
+        inside = [box for box in nearest_first if frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0]
+        box = next((box for box in inside if not box.count_overlaps(taken)), nearest_first[0])
+        taken.append(box)
+        up = (box.y0 + box.y1) / 2 - y
+        line = {"arrowstyle": "-", "color": LINE, "shrinkA": 0, "shrinkB": 4} if abs(up) > height else None
+        offset = (box.x0 - x) * points, up * points
+        axes.annotate(name, dots[name], xytext=offset, textcoords="offset points", arrowprops=line, **font)
