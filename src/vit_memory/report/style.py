@@ -29,7 +29,7 @@ dt { color: var(--soft); } dd { margin: 0; }
 th, td { text-align: left; padding: .4rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 500; vertical-align: bottom; } th:first-child, td:first-child { padding-left: 0; }
 .wide td:first-child { min-width: 7.5rem; } .wide .confusion td:first-child { min-width: 2.1rem; }
-td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } td.n { white-space: nowrap; }
 tr.best td { font-weight: 700; } td.whole { white-space: nowrap; }
 td.share { padding-bottom: .75rem; min-width: 4.6rem; background-image: linear-gradient(var(--c1), var(--c1)),
   linear-gradient(var(--line), var(--line)); background-repeat: no-repeat; background-origin: content-box;
