@@ -11,7 +11,7 @@ is.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TypeVar
 
@@ -79,20 +79,29 @@ class ChunkThreads:
                 return [compute(work[0])]
             finally:
                 torch.set_num_threads(1)
-        each = max(1, self.threads // max(1, len(work)))
-        graph = torch.is_grad_enabled()  # a setting of each thread
-
-        def run(chunk: Chunk) -> Result:
-            torch.set_num_threads(each)
-            with torch.set_grad_enabled(graph):
-                return compute(chunk)
-
-        running = [self._pool.submit(run, chunk) for chunk in work]
+        running = self.start(compute, work, torch_threads=max(1, self.threads // max(1, len(work))))
         try:
             return [future.result() for future in running]
         finally:
             for future in running:
                 future.cancel()
+
+    def start(
+        self, compute: Callable[[Chunk], Result], work: Sequence[Chunk], *, torch_threads: int
+    ) -> list[Future[Result]]:
+        """Begin `compute` of every chunk, each in a thread of its own as soon as one is free; for two threads or more.
+
+        `torch_threads` is how many of torch's threads each of them uses.
+        """
+        assert self._pool is not None
+        graph = torch.is_grad_enabled()  # a setting of each thread
+
+        def run(chunk: Chunk) -> Result:
+            torch.set_num_threads(torch_threads)
+            with torch.set_grad_enabled(graph):
+                return compute(chunk)
+
+        return [self._pool.submit(run, chunk) for chunk in work]
 
     def rounds(self, work: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
         """`work` in as many chunks at a time as there are threads, so that results can be added up as they come."""

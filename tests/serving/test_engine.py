@@ -88,6 +88,34 @@ def test_requests_that_arrive_while_the_model_computes_form_one_batch(passes):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("threads", "expected"),
+    [(2, [8, 8, 8, 8]), (4, [8, 8])],  # each of two chunks uses two of four threads: none is free
+    ids=["two threads", "four threads"],
+)
+def test_a_thread_that_is_free_begins_the_next_full_batch_while_another_still_computes(passes, threads, expected):
+    model = model_of("a", "b")
+
+    async def run():
+        async with Engine(model, EngineOptions(max_batch=16, max_wait_ms=30_000, threads=threads)) as engine:
+            await asyncio.gather(*(engine.predict(jpeg()) for _ in range(16)))
+            thread = engine._model_thread
+            await until(lambda: not thread._plan.has_work and not thread._threads.should_compare)
+            passes.hold(calls=1)
+            asked = [asyncio.ensure_future(engine.predict(jpeg(i), ["ab"[i % 2]])) for i in range(48)]
+            await until(lambda: len(passes.batches) == len(expected))  # one is held
+            await asyncio.sleep(0.05)
+            begun = list(passes.batches)
+            passes.release()
+            return begun, await asyncio.gather(*asked)
+
+    begun, answers = asyncio.run(run())
+    assert begun == expected  # no third batch: what is begun can no longer be given up
+    assert [answer.batch for answer in answers] == [16] * 48
+    for i, answer in enumerate(answers):
+        assert worst(answer.outputs["ab"[i % 2]], model(as_input(jpeg(i)))["ab"[i % 2]][0]) <= ROUNDING
+
+
 def test_an_idle_model_waits_for_a_batch_to_fill_and_no_longer_than_it_may(passes):
     async def run(max_batch, max_wait_ms):
         async with Engine(model_of("a"), EngineOptions(max_batch=max_batch, max_wait_ms=max_wait_ms)) as engine:

@@ -11,6 +11,7 @@ from engine_builders import HeldPasses, as_input, jpeg, model_of, until
 from builders import ROUNDING, worst
 from vit_memory import BadImage, ImageError
 from vit_memory.errors import DeadlinePassed, EngineClosed, QueueFull, ServingError
+from vit_memory.parallel import ChunkThreads
 from vit_memory.serving.engine import Engine, EngineOptions, Observer
 
 
@@ -125,6 +126,23 @@ def test_an_exception_in_one_pass_does_not_stop_the_engine(passes, caplog):
 
     asyncio.run(run())
     assert "out of memory" in caplog.text
+
+
+def test_a_pass_that_gets_no_thread_fails_at_once_and_the_next_one_does_not(passes, monkeypatch):
+    def refuse(*arguments, **options):
+        raise RuntimeError("can't start new thread")
+
+    async def run():
+        options = EngineOptions(max_batch=16, max_wait_ms=10_000, threads=2)
+        async with Engine(model_of("a"), options) as engine:
+            with monkeypatch.context() as limited:
+                limited.setattr(ChunkThreads, "start", refuse)
+                failed = await asyncio.gather(*(engine.predict(jpeg(i)) for i in range(32)), return_exceptions=True)
+            assert {type(error) for error in failed} == {ServingError}
+            assert "can't start new thread" in str(failed[0])
+            await asyncio.gather(*(engine.predict(jpeg(i)) for i in range(16)))
+
+    asyncio.run(run())
 
 
 def test_passes_that_keep_failing_are_a_fault_until_one_does_not(passes):

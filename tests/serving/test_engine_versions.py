@@ -122,21 +122,26 @@ def test_adding_and_removing_tasks_while_requests_run_loses_and_fails_none():
         assert all(worst(output, expected[name]) <= ROUNDING for name, output in answer.outputs.items())
 
 
-def test_an_old_version_is_released_when_its_last_request_is_answered(passes):
+@pytest.mark.parametrize("images", [1, 48])
+def test_an_old_version_is_released_when_its_last_request_is_answered(passes, images):
     async def run():
-        async with Engine(model_of("first"), EngineOptions(max_wait_ms=0)) as engine:
+        async with Engine(model_of("first"), EngineOptions(max_batch=16, max_wait_ms=0, threads=2)) as engine:
             await engine.predict(jpeg(0))
             old = weakref.ref(engine.task_set.model)
             await until(lambda: not engine._model_thread._plan.has_work)  # nothing else passes through its hands
             passes.hold()
             last = asyncio.ensure_future(engine.predict(jpeg(0), explain=["first"], check_original=True))
+            others = [asyncio.ensure_future(engine.predict(jpeg(0))) for _ in range(images - 1)]
             await passes.entered()
+            await until(lambda: len(engine._queue._ready) >= images - 33)  # decoded: full batches follow
             change = asyncio.ensure_future(engine.replace(lambda v: v.with_only([task("second")])))
             await asyncio.sleep(0.05)
             assert old() is not None
             passes.release()
             await change
             answer = await last
+            await asyncio.gather(*others)
+            others.clear()
             await until(lambda: old() is None)  # without another request to push it out
             return answer
 

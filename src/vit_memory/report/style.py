@@ -25,7 +25,8 @@ a { color: var(--c1); }
 dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .2rem 1.1rem; margin: 1rem 0;
   font-size: .95rem; }
 dt { color: var(--soft); } dd { margin: 0; }
-.wide { overflow-x: auto; overflow-wrap: break-word; } table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: .95rem; }
+.wide { overflow-x: auto; overflow-wrap: break-word; }
+table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: .95rem; }
 th, td { text-align: left; padding: .4rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 500; vertical-align: bottom; } th:first-child, td:first-child { padding-left: 0; }
 .wide td:first-child { min-width: 7.5rem; } .wide .confusion td:first-child { min-width: 2.1rem; }

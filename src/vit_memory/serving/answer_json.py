@@ -144,13 +144,11 @@ def explanation_json(explanation: Explanation) -> dict[str, Any]:
 def _most_probable(logits: Array, count: int) -> list[list[tuple[int, float]]]:
     """Per row of logits (T, C), the most probable classes, best first."""
     exponentials = np.exp(logits - logits.max(-1, keepdims=True))
-    probabilities = exponentials / exponentials.sum(-1, keepdims=True)
+    probabilities = (exponentials / exponentials.sum(-1, keepdims=True)).round(_DIGITS)
     order = np.argsort(-logits, axis=-1, kind="stable")[:, :count]
-    chances = np.take_along_axis(probabilities, order, -1).tolist()
-    return [
-        [(i, round(p, _DIGITS)) for i, p in zip(indices, row, strict=True)]
-        for indices, row in zip(order.tolist(), chances, strict=True)
-    ]
+    rows = np.arange(len(logits))[:, None]
+    chances = probabilities[rows, order].tolist()
+    return [list(zip(indices, row, strict=True)) for indices, row in zip(order.tolist(), chances, strict=True)]
 
 
 def _share(value: float) -> float | None:

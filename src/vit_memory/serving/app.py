@@ -102,9 +102,9 @@ def _lifespan(state: ServerState, metrics: Metrics) -> Callable[[FastAPI], Abstr
             metrics.watch(engine.task_set, lambda: engine.stats)
             async with state.store.watching():
                 with _noticing_signals(state):
+                    state.on_ready()
                     facts = {"backbone": state.backbone_name, "tasks": len(engine.task_set.tasks)}
                     log.info("ready", extra={"fields": {**facts, "version": engine.task_set.version}})
-                    state.on_ready()
                     yield
         log.info("stopped")
 

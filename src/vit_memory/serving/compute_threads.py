@@ -11,6 +11,8 @@ start told it. All threads are given up for one as soon as a pass with them take
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
@@ -49,9 +51,24 @@ class ComputeThreads:
 
     def map(self, compute: Callable[[Chunk], Result], work: Sequence[Chunk]) -> list[Result]:
         """`compute` of every chunk, in order; an exception of any chunk is raised."""
-        if len(work) > 1:
-            return self._pool.map(compute, work)
-        return [self._with_threads(self.single_chunk, lambda: compute(work[0]))]
+        return [future.result() for future in self.start(compute, work)]
+
+    def start(
+        self, compute: Callable[[Chunk], Result], work: Sequence[Chunk], *, beside_others: bool = False
+    ) -> list[Future[Result]]:
+        """Begin `compute` of every chunk. Several chunks get a thread each, as soon as one is free.
+
+        A single one is computed here and now, unless chunks of other batches are being computed: then it waits for a
+        thread, too.
+        """
+        if self.threads > 1 and (len(work) > 1 or beside_others):
+            each = 1 if beside_others else self.torch_threads(len(work))
+            return self._pool.start(compute, work, torch_threads=each)
+        return [self._computed(partial(compute, chunk)) for chunk in work]
+
+    def torch_threads(self, chunks: int) -> int:
+        """How many of torch's threads compute each of so many chunks of a batch."""
+        return self.single_chunk if chunks == 1 else max(1, self.threads // chunks)
 
     def took(self, tokens: int, chunks: int, seconds: float) -> None:
         """Take note of a pass over so many tokens; if one thread would be far faster than all, use one from now on."""
@@ -82,6 +99,14 @@ class ComputeThreads:
             self.single_chunk, self._retry_after = self.threads, _FIRST_RETRY
         else:
             self.single_chunk, self._retry_after = 1, min(2 * self._retry_after, _LAST_RETRY)
+
+    def _computed(self, compute: Callable[[], Result]) -> Future[Result]:
+        future: Future[Result] = Future()
+        try:
+            future.set_result(self._with_threads(self.single_chunk, compute))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
     def _seconds(self, threads: int, compute: Callable[[], object]) -> float:
         started = time.perf_counter()

@@ -1,6 +1,8 @@
 """The model's thread: computes batches and jobs of a queue, and uses idle moments to prove join plans and measure.
 
-Only this thread computes, so a pass never competes with another one for cores. A deferred join plan is proved here,
+Only this thread gives work to the threads that compute, so a pass never competes with another one for cores. Where full
+batches wait, it gives them the next one before the last is done: a thread that has ended its chunk begins the next one,
+and waits neither for the slowest nor for answers to be sent. A deferred join plan is proved here,
 module by module: when nothing waits, or for a small share of the time that passes take. Proofs in another thread would
 slow the pass that they run beside, and would be of another shape: the number of torch's threads belongs to it.
 """
@@ -9,6 +11,7 @@ import logging
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -20,7 +23,15 @@ from vit_memory.evaluation.comparisons import library_output
 from vit_memory.joining import JoinPlan, PassShape
 from vit_memory.preprocessing import Preprocessing
 from vit_memory.serving.compute_threads import ComputeThreads
-from vit_memory.serving.passes import Pass, chunk_shapes, explain_part, run_pass, tokens_per_image
+from vit_memory.serving.passes import (
+    Pass,
+    RunningPass,
+    chunk_shapes,
+    explain_part,
+    finish_pass,
+    start_pass,
+    tokens_per_image,
+)
 from vit_memory.serving.queueing import Batch, BatchQueue
 from vit_memory.serving.requests import Part, PartResult
 from vit_memory.serving.task_set import Group, TaskSet
@@ -96,12 +107,14 @@ class ModelThread:
         while (work := self._queue.take(self._use_idle_moment, self._patience())) is not None:
             try:
                 if isinstance(work, Batch):
-                    self._compute(work)
+                    running = deque([self._start(work)])
+                    work = None  # it would keep an old version alive for as long as full batches follow
+                    self._compute(running)
                 else:
                     work()
             except Exception:  # a bug of ours: other requests are answered nevertheless
                 log.exception("the model's thread goes on after an error")
-            del work  # it would keep an old version alive until the next batch
+            work = None  # or until the next one comes
 
     def _use_idle_moment(self) -> None:
         if self._plan.has_work:
@@ -118,20 +131,48 @@ class ModelThread:
             log.exception("work for idle moments failed; it is left out from now on")
             self._idle_work = False
 
-    def _compute(self, batch: Batch) -> None:
-        done = run_pass(batch, self._threads)
+    def _compute(self, running: deque[RunningPass]) -> None:
+        """Finish a pass, and those of full batches that come while chunks of it are being computed."""
+        while running:
+            following = self._following(running)
+            if following is None:
+                self._finish(running.popleft())
+            else:
+                running.append(self._start(following, beside_others=True))
+        if work := self._work_between_passes():
+            self._attempt(work)
+
+    def _following(self, running: Sequence[RunningPass]) -> Batch | None:
+        """The batch whose chunks may wait for the threads of the one that is running, as soon as it is full.
+
+        None where chunks use several of torch's threads each: then all are in use although some of the pool are free.
+        """
+        first, chunks = running[0], len(running[0].chunks)
+        if len(running) > 1 or chunks == 1 or self._threads.torch_threads(chunks) > 1 or self._work_between_passes():
+            return None
+        return self._queue.take_full(unless=lambda: first.done)
+
+    def _start(self, batch: Batch, *, beside_others: bool = False) -> RunningPass:
+        running = start_pass(batch, self._threads, beside_others=beside_others)
+        running.after_each_chunk(self._queue.wake)
+        return running
+
+    def _finish(self, running: RunningPass) -> None:
+        done = finish_pass(running, self._threads)
         self._on_pass(done)
-        if any(part.explain for part in batch.parts):
+        if any(part.explain for part in done.parts):
             for part, result in done.results():
                 if part.explain:  # as jobs: other batches need not wait for all of them
                     self._queue.run(partial(self._explain, part, result))
         self._pass_seconds += done.seconds
+
+    def _work_between_passes(self) -> Callable[[], None] | None:
+        """What is due although requests wait."""
         if not self._idle_work:
-            return
+            return None
         if self._plan.has_work and self._proof_seconds < _PROOF_SHARE * self._pass_seconds:
-            self._attempt(self._prove)
-        elif self._threads.should_compare:
-            self._attempt(self._compare_threads)
+            return self._prove
+        return self._compare_threads if self._threads.should_compare else None
 
     def _explain(self, part: Part, result: PartResult) -> None:
         if not part.request.given_up:

@@ -1,10 +1,11 @@
-"""One pass over a batch: all tasks that anybody in it asks for, read once. Runs in the model's thread.
+"""One pass over a batch: all tasks that anybody in it asks for, read once. Begun and ended in the model's thread.
 
 A batch is computed in one chunk or in several, each in a thread of its own (`compute_threads.py`).
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +29,8 @@ class _Chunk:
     features: Sequence[Tensor]
     logits: Sequence[Tensor] | None
     identical: bool | None
+    started: float  # of time.monotonic
+    ended: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,25 +56,68 @@ class Pass:
                 yield part, PartResult(outputs, original, len(self.parts), self.seconds)
 
 
-def run_pass(batch: Batch, threads: ComputeThreads) -> Pass:
-    """Answer a batch. An exception becomes its `error`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class RunningPass:
+    """A batch whose chunks are being computed, or wait for a thread."""
+
+    batch: Batch
+    tasks: Sequence[str]
+    slices: Sequence[slice]
+    chunks: Sequence[Future[_Chunk]]
+    beside_others: bool
+    started: float  # of time.monotonic
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing of it is left to compute."""
+        return all(chunk.done() for chunk in self.chunks)
+
+    def after_each_chunk(self, callback: Callable[[], None]) -> None:
+        """Call back when a chunk is done, in the thread that computed it."""
+        for chunk in self.chunks:
+            chunk.add_done_callback(lambda _: callback())  # without self: futures keep their callbacks for ever
+
+
+def start_pass(batch: Batch, threads: ComputeThreads, *, beside_others: bool = False) -> RunningPass:
+    """Begin to answer a batch; `beside_others` while chunks of another one are being computed."""
     task_set, parts = batch.task_set, batch.parts
     union = {name for part in parts for name in part.tasks}
     names = [name for name in task_set.tasks if name in union]  # in one order, so that the model knows them again
-    check = any(part.request.check_original for part in parts)
+    check = _is_checked(batch)
+    slices = list(chunk_slices(len(parts), threads.threads))
     started = time.monotonic()
     try:
         images = torch.stack([part.pixels for part in parts if part.pixels is not None])
         task_set.model.prepare(names)  # once, before several threads ask for it
-        slices = list(chunk_slices(len(parts), threads.threads))
-        chunks = threads.map(lambda where: _run_chunk(task_set, images[where], names, check=check), slices)
+        chunks = threads.start(
+            lambda where: _run_chunk(task_set, images[where], names, check=check), slices, beside_others=beside_others
+        )
     except Exception as error:
-        return Pass(parts, names, time.monotonic() - started, error=error)
-    seconds = time.monotonic() - started
-    if not check:
-        tokens = tokens_per_image(task_set.model.backbone, images.shape[2:]) + len(names)
-        threads.took(len(parts) * tokens, len(slices), seconds)
-    return Pass(parts, names, seconds, list(zip(slices, chunks, strict=True)))
+        failed: Future[_Chunk] = Future()
+        failed.set_exception(error)
+        chunks = [failed]
+    return RunningPass(batch, names, slices, chunks, beside_others, started)
+
+
+def finish_pass(running: RunningPass, threads: ComputeThreads) -> Pass:
+    """Wait for the answers to a batch. An exception becomes their `error`."""
+    wait(running.chunks)
+    batch, parts = running.batch, running.batch.parts
+    try:
+        chunks = [chunk.result() for chunk in running.chunks]
+    except Exception as error:
+        return Pass(parts, running.tasks, time.monotonic() - running.started, error=error)
+    seconds = max(chunk.ended for chunk in chunks) - min(chunk.started for chunk in chunks)
+    if not running.beside_others and not _is_checked(batch):
+        assert parts[0].pixels is not None
+        tokens = tokens_per_image(batch.task_set.model.backbone, parts[0].pixels.shape[1:]) + len(running.tasks)
+        threads.took(len(parts) * tokens, len(chunks), seconds)
+    return Pass(parts, running.tasks, seconds, list(zip(running.slices, chunks, strict=True)))
+
+
+def _is_checked(batch: Batch) -> bool:
+    """Whether the batch is compared with the library's own forward, which takes as long again."""
+    return any(part.request.check_original for part in batch.parts)
 
 
 def explain_part(part: Part, result: PartResult, threads: ComputeThreads) -> PartResult | Exception:
@@ -97,12 +143,12 @@ def tokens_per_image(backbone: Backbone, size: Sequence[int]) -> int:
 def chunk_shapes(batch: int, threads: ComputeThreads) -> list[tuple[int, int]]:
     """The (images, torch threads) of the chunks that a batch is computed in."""
     sizes = [where.stop - where.start for where in chunk_slices(batch, threads.threads)]
-    each = threads.single_chunk if len(sizes) == 1 else max(1, threads.threads // len(sizes))
-    return [(size, each) for size in sizes]
+    return [(size, threads.torch_threads(len(sizes))) for size in sizes]
 
 
 @torch.no_grad()
 def _run_chunk(task_set: TaskSet, images: Tensor, names: Sequence[str], *, check: bool) -> _Chunk:
+    started = time.monotonic()
     backbone = task_set.model.backbone
     images = images.to(backbone.device, backbone.dtype)
     outputs = task_set.model(images, names)
@@ -112,6 +158,8 @@ def _run_chunk(task_set: TaskSet, images: Tensor, names: Sequence[str], *, check
         features=_rows(outputs.original.feature.clone()),  # a view would keep all tokens of the batch
         logits=None if logits is None else _rows(logits),
         identical=not changed_fields(outputs.original, library_output(backbone, images)) if check else None,
+        started=started,
+        ended=time.monotonic(),
     )
 
 

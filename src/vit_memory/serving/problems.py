@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
+import orjson
 from starlette.responses import Response
 
 from vit_memory.errors import (
@@ -87,4 +88,7 @@ def problem_of(error: Exception) -> ProblemError | None:
 
 def json_bytes(value: Any) -> bytes:
     """Compact JSON. Half a surrogate pair in a client's text, which UTF-8 cannot hold, becomes a question mark."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")

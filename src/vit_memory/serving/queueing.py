@@ -83,6 +83,25 @@ class BatchQueue:
             self._jobs.append(job)
             self._changed.notify()
 
+    def take_full(self, unless: Callable[[], bool]) -> Batch | None:
+        """The next batch as soon as it is full; None once `unless` is true, or if there is something else to do.
+
+        `wake` makes the model's thread ask `unless` again.
+        """
+        with self._changed:
+            while not self._jobs and not self._stopped:
+                if len(self._ready) >= self._max_batch and (batch := self._next_batch()):
+                    return batch
+                if unless():
+                    break
+                self._wait(self._max_batch, None)
+            return None
+
+    def wake(self) -> None:
+        """Wake up the model's thread."""
+        with self._changed:
+            self._changed.notify()
+
     def stop(self) -> None:
         """Let the model's thread end, after what is in the queue."""
         with self._changed:

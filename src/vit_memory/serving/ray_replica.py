@@ -27,6 +27,7 @@ from vit_memory.model import MemoryViT
 from vit_memory.parallel import limit_threads
 from vit_memory.serving.app import create_app
 from vit_memory.serving.bundle_folder import BundleFolder
+from vit_memory.serving.interpreter import tune_for_serving
 from vit_memory.serving.logs import configure_logs
 from vit_memory.serving.settings import LogFormat, Settings
 from vit_memory.serving.state import ServerState
@@ -97,6 +98,8 @@ class Replica:
             log.error("%s", problem, exc_info=not known)
             state.problem = state.public(problem)
             return
+        if not self._configured:
+            tune_for_serving()
         self._configured = True
         state.changes_refused = None if isinstance(source, BundleFolder) else _CHANGED_ELSEWHERE
         state.problem = None

@@ -25,6 +25,7 @@ from vit_memory.files.manifest import MANIFEST
 from vit_memory.parallel import limit_threads
 from vit_memory.serving.app import create_app
 from vit_memory.serving.connections import GuardedConnection
+from vit_memory.serving.interpreter import tune_for_serving
 from vit_memory.serving.logs import configure_logs
 from vit_memory.serving.metrics import share_between_workers
 from vit_memory.serving.security import LOOPBACK, check_cors, is_loopback
@@ -126,6 +127,13 @@ def serve_app(app: FastAPI, plan: ServePlan, listener: socket.socket) -> None:
         http=GuardedConnection,
         timeout_graceful_shutdown=int(plan.settings.engine.timeout_s) + GRACE_S,
     )
+    on_ready = app.state.server.on_ready
+
+    def ready() -> None:
+        tune_for_serving()
+        on_ready()
+
+    app.state.server.on_ready = ready
     uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -22,7 +22,7 @@ class EngineStats:
     refused: Mapping[Refusal, int]  # images without an answer, by reason
     passes: int
     images: int  # computed in those passes
-    compute_seconds: float  # of those passes
+    compute_seconds: float  # of those passes, each from its first to its last moment; two may overlap
     last_batch: int  # images in the last pass
     largest_batch: int
     changes: int  # of the task set
