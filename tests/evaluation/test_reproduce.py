@@ -74,6 +74,16 @@ def test_methods_that_share_a_pass_are_trained_at_once_and_later_seeds_use_the_r
         assert later.result["trained_at_once"] == 3
 
 
+def test_seeds_that_are_asked_for_later_go_on_where_the_first_ended(runner):
+    def train(*seeds):
+        own = replace(runner, scale=replace(runner.scale, seeds=seeds))
+        return own.train([Training("first", cells(5), seed, 3) for seed in seeds])
+
+    first, later = train(0), train(1)
+    assert later[0].settings["recipe"]["learning_rates"] == [first[0].result["rate"]]
+    assert train(0, 1) == [*first, *later]
+
+
 def test_a_store_on_disk_serves_the_methods_that_have_a_trunk_and_spares_the_others(runner, tmp_path):
     stores = TrainingOptions(cache=Cache("disk", folder=tmp_path / "stores"))
     methods = (HEAD, SHORT, BOTH, variant("after the norm"), UNMASKED, FULL)

@@ -1,7 +1,7 @@
 """Trains what an experiment asks for and has no record yet.
 
-A learning rate is searched per method and dataset, on the validation images of the first seed with all images, and
-used for the other seeds and for fewer images. Test images are read once per training.
+A learning rate is searched per method and dataset, on the validation images of seed 0 with all images, and used for the
+other seeds and for fewer images. Test images are read once per training.
 """
 
 import hashlib
@@ -39,6 +39,7 @@ from vit_memory.training.fit import training_preprocessing
 from vit_memory.training.options import TrainingOptions
 from vit_memory.training.recipe import Recipe
 
+FIRST_SEED = 0  # chooses for all, whichever seeds are asked for: --seeds 1,2 goes on where --seeds 0 ended
 FINE = "label"  # the column that splits and numbers of images per class are drawn by
 log = logging.getLogger(__name__)
 
@@ -81,9 +82,9 @@ class Training:
 
 
 def rate_chooser(training: Training, scale: Scale) -> Training:
-    """The training that searches the learning rate: of the first seed, with all images."""
+    """The training that searches the learning rate: of seed 0, with all images."""
     parents = tuple(rate_chooser(parent, scale) for parent in training.parents)
-    return replace(training, seed=scale.seeds[0], per_class=scale.per_class, parents=parents)
+    return replace(training, seed=FIRST_SEED, per_class=scale.per_class, parents=parents)
 
 
 def with_prerequisites(trainings: Iterable[Training], scale: Scale) -> list[Training]:
@@ -198,10 +199,10 @@ class Runner:
         return images.relabelled(self._dataset(training.dataset, training.label, seed))
 
     def _dataset(self, name: str, label: str, seed: int) -> Dataset:
-        """A dataset whose test images are the same for every seed: a rate is chosen for all seeds with the first."""
+        """A dataset whose test images are the same for every seed: a rate is chosen for all seeds with one."""
         dataset = self.open(name, label, seed)
         drawn = dataset.test is not None and dataset.origin["test"] != "official"
-        return self.open(name, label, self.scale.seeds[0]) if drawn else dataset
+        return self.open(name, label, FIRST_SEED) if drawn else dataset
 
     def batches(self, split: Split, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Images as evaluation sees them, on the backbone's device, and their targets, there too."""

@@ -16,7 +16,7 @@ ScaleName = Literal["small", "paper"]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The size of a run. Learning rates are searched per method on the validation images of the first seed."""
+    """The size of a run. Learning rates are searched per method on the validation images of seed 0."""
 
     name: ScaleName
     backbone: str
