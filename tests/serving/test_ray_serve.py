@@ -242,8 +242,8 @@ def test_user_config_changes_tasks_without_a_new_process_and_a_bad_one_changes_n
             text=True,
             check=False,
         )
-    first, changed, bad, mended = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
     assert done.returncode == 0, done.stderr[-3000:]
+    first, changed, bad, mended = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
     assert first["tasks"] == sorted(named)
     assert first["refused"][0] == 403
     assert "listed in user_config" in first["refused"][1]
